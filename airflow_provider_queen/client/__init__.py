@@ -1,0 +1,1 @@
+"""The queue from Python. Imports no Airflow and no Spark."""

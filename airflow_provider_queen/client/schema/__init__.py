@@ -1,0 +1,68 @@
+"""The schema ``queen``: its versions, how to reach them, and whether a database has the right one.
+
+Importing this package, :func:`check`, :func:`current_version` and :func:`head_version` load neither
+Alembic nor SQLAlchemy: a hook calls them at each connect.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from airflow_provider_queen.client.schema.files import schema_files
+from airflow_provider_queen.client.schema.report import MigrationReport
+from airflow_provider_queen.client.schema.state import read_state, require_current
+
+__all__ = ["MigrationReport", "check", "current_version", "dry_run", "head_version", "migrate", "stamp"]
+
+
+def migrate(conninfo: str, target: str = "head", *, sql_folder: Path | None = None) -> MigrationReport:
+    """Bring the database to ``target``, up or down, in one transaction.
+
+    A second run at the same time waits for the first and then finds nothing to do. Views and functions are applied again whenever one of their files changed.
+
+    :param conninfo: a libpq connection string or URI
+    :param target: ``head``, ``base`` (removes the schema and every message), a revision or the beginning
+        of its name, or a step such as ``-1``
+    :param sql_folder: another folder of SQL files than the package's own
+    """
+    from airflow_provider_queen.client.schema import runner
+
+    return runner.migrate(conninfo, target, schema_files(sql_folder))
+
+
+def dry_run(conninfo: str | None, target: str = "head", *, sql_folder: Path | None = None) -> str:
+    """The SQL that :func:`migrate` would run, for ``psql -f``; nothing is changed.
+
+    :param conninfo: the database to start from, which is only read; ``None`` means an empty one
+    """
+    from airflow_provider_queen.client.schema import runner
+
+    return runner.dry_run(conninfo, target, schema_files(sql_folder))
+
+
+def stamp(conninfo: str, revision: str, *, sql_folder: Path | None = None) -> None:
+    """Record ``revision`` as the database's version and run nothing: for tables made by other means."""
+    from airflow_provider_queen.client.schema import runner
+
+    runner.stamp(conninfo, revision, schema_files(sql_folder))
+
+
+def current_version(connection: psycopg.Connection[Any]) -> str | None:
+    """The version that the database records; ``None`` where there is no schema ``queen`` of ours."""
+    return read_state(connection).version
+
+
+def head_version(*, sql_folder: Path | None = None) -> str:
+    """The version that this package needs."""
+    return schema_files(sql_folder).head
+
+
+def check(connection: psycopg.Connection[Any], *, sql_folder: Path | None = None) -> None:
+    """Raise ``SchemaVersionError`` unless the database has this package's tables, views and functions.
+
+    One query, and the connection is left as it was found.
+    """
+    require_current(read_state(connection), schema_files(sql_folder))

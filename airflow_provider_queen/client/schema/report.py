@@ -1,0 +1,21 @@
+"""What a migration did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MigrationReport:
+    """The outcome of one run. ``None`` as a version is base: no schema."""
+
+    from_version: str | None
+    to_version: str | None
+    applied: list[str]
+    """Revisions that ran, in the order they ran; on the way down, those that were undone."""
+    reapplied: list[str]
+    """Files of views and functions that were applied again; all of them or none."""
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.applied or self.reapplied)

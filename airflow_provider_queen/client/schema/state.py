@@ -1,0 +1,82 @@
+"""What version a database has, and whether this package can work with it. No Alembic: each connect asks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+
+from airflow_provider_queen.client.schema.files import SchemaFiles, statement
+from airflow_provider_queen.exceptions import SchemaVersionError
+
+_HOW_TO = "run the Dag queen_migrate or QueenHook.migrate()"
+
+
+class State(NamedTuple):
+    """What is recorded in the database. Without a schema: no version, no objects."""
+
+    version: str | None
+    objects: dict[str, str]
+
+
+def read_state(connection: psycopg.Connection[Any]) -> State:
+    """Read the recorded state with one query.
+
+    A connection that was idle is idle again afterwards. Inside the caller's transaction a missing schema
+    aborts that transaction, as any failed statement does.
+    """
+    was_idle = connection.info.transaction_status == TransactionStatus.IDLE
+    try:
+        with connection.cursor(row_factory=tuple_row) as cursor:
+            row = cursor.execute(_state_query()).fetchone()
+    except psycopg.errors.UndefinedTable:
+        return State(None, {})
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise SchemaVersionError(
+            f"role {connection.info.user!r} may not read the version of the schema queen"
+            f" ({error.diag.message_primary}); its owner can GRANT USAGE ON SCHEMA queen and"
+            " SELECT ON queen.alembic_version, queen.schema_objects to it"
+        ) from error
+    finally:
+        if was_idle and connection.info.transaction_status != TransactionStatus.IDLE:
+            connection.rollback()
+    return State(row[0], row[1] or {}) if row else State(None, {})
+
+
+def require_known(version: str | None, files: SchemaFiles) -> None:
+    """Refuse a version that is not among the package's migrations."""
+    if version is None or version in files.ids:
+        return
+    kind = "newer" if version[:4] > files.head[:4] else "unknown"
+    raise SchemaVersionError(
+        f"the schema queen has version {version}, which is {kind} to this package: it needs {files.head};"
+        " install the airflow-provider-queen that made it, here or to downgrade the schema"
+    )
+
+
+def require_current(state: State, files: SchemaFiles) -> None:
+    """Refuse everything but the package's own version, functions and views included."""
+    if state.version is None:
+        raise SchemaVersionError(
+            f"the database has no schema queen of ours, needed is version {files.head}: {_HOW_TO}"
+        )
+    require_known(state.version, files)
+    if state.version != files.head:
+        raise SchemaVersionError(
+            f"the schema queen has the older version {state.version}, needed is {files.head}: {_HOW_TO}"
+        )
+    if state.objects != files.checksums:
+        names = sorted(name for name, _ in state.objects.items() ^ files.checksums.items())
+        different = ", ".join(dict.fromkeys(names))
+        raise SchemaVersionError(
+            f"the schema queen has version {state.version}, as needed, but its functions or views are not"
+            f" those of this package ({different}): {_HOW_TO}"
+        )
+
+
+@lru_cache(maxsize=1)
+def _state_query() -> bytes:
+    return statement("state").encode()

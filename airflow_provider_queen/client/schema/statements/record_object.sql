@@ -1,0 +1,1 @@
+INSERT INTO queen.schema_objects (name, checksum) VALUES ({name}, {checksum});

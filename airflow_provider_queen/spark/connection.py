@@ -1,0 +1,111 @@
+"""How driver and executors reach the database without showing the password to anybody.
+
+Spark shows the options of a data source in plans, in its UI and in the event log, and application arguments
+and ``spark.*`` settings as well. So credentials come from the environment of the driver and travel to the
+executors inside the pickled reader, which Spark sends between its own processes and displays nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import pq, sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from airflow_provider_queen.exceptions import InvalidOptionError, QueenError, SchemaVersionError
+
+DSN_VARIABLE = "QUEEN_DSN"
+CONNECT_TIMEOUT_SECONDS = 10
+
+
+class DatabaseUnreachableError(QueenError):
+    """No connection to the database could be opened; the message says where and why."""
+
+
+@dataclass(frozen=True)
+class ConnectionInfo:
+    """A libpq connection string that never prints its password."""
+
+    conninfo: str
+
+    def __post_init__(self) -> None:
+        try:
+            conninfo_to_dict(self.conninfo)
+        except psycopg.ProgrammingError:
+            # libpq quotes the string in its message, and with it the password.
+            raise InvalidOptionError(
+                f"the Queen connection string (for example in {DSN_VARIABLE}) is no libpq connection string"
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"ConnectionInfo({self.target})"
+
+    @property
+    def target(self) -> str:
+        """Where the connection leads, for messages: host, port, database and user."""
+        parts = conninfo_to_dict(self.conninfo)
+        known = [f"{name}={parts[name]}" for name in ("host", "port", "dbname", "user") if parts.get(name)]
+        return " ".join(known) or "libpq's defaults"
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> ConnectionInfo:
+        """Take ``QUEEN_DSN``, or else libpq's own ``PG*`` variables.
+
+        The variables are copied into the string, because an executor on another machine does not have them.
+        """
+        environ = os.environ if environ is None else environ
+        if dsn := environ.get(DSN_VARIABLE):
+            return cls(dsn)
+        known = {
+            option.keyword.decode(): environ[option.envvar.decode()]
+            for option in pq.Conninfo.get_defaults()
+            if option.envvar and environ.get(option.envvar.decode())
+        }
+        if not known:
+            raise InvalidOptionError(
+                f"no database to read: set {DSN_VARIABLE}, or libpq's PGHOST, PGDATABASE, PGUSER and"
+                " PGPASSWORD, in the environment of the Spark driver"
+            )
+        return cls(make_conninfo("", **known))
+
+    def connect(self) -> psycopg.Connection[Any]:
+        """Open a connection in autocommit, so that no scan holds a snapshot between two of its statements."""
+        timeout = conninfo_to_dict(self.conninfo).get("connect_timeout") or CONNECT_TIMEOUT_SECONDS
+        try:
+            # No prepared statements: the plan must fit the ranges at hand, and poolers do not keep them.
+            connection = psycopg.connect(
+                self.conninfo, connect_timeout=timeout, autocommit=True, prepare_threshold=None
+            )
+        except psycopg.OperationalError as error:
+            reason = " ".join(str(error).split())
+            raise DatabaseUnreachableError(
+                f"cannot connect to PostgreSQL at {self.target}: {reason}"
+            ) from None
+        # psycopg hands out timestamps in the session's zone; UTC is the one that costs no conversion.
+        connection.execute("SELECT pg_catalog.set_config('TimeZone', 'UTC', false)")
+        return connection
+
+
+def call(
+    connection: psycopg.Connection[Any], function: str, columns: Sequence[str], *arguments: object
+) -> list[tuple[Any, ...]]:
+    """Return ``columns`` of ``queen.function(arguments)``: the only SQL that the Spark side composes."""
+    statement = sql.SQL("SELECT {} FROM {}({})").format(
+        sql.SQL(", ").join(map(sql.Identifier, columns)),
+        sql.Identifier("queen", function),
+        sql.SQL(", ").join([sql.Placeholder()] * len(arguments)),
+    )
+    try:
+        return connection.cursor(binary=True).execute(statement, arguments).fetchall()
+    except (
+        psycopg.errors.UndefinedFunction,
+        psycopg.errors.InvalidSchemaName,
+        psycopg.errors.UndefinedTable,
+    ):
+        raise SchemaVersionError(
+            f"the database {connection.info.dbname!r} lacks queen.{function}: run the Dag queen_migrate first"
+        ) from None

@@ -1,0 +1,99 @@
+"""The tables that the data source offers, column by column, as Spark and as Arrow see them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import pyarrow as pa
+from pyspark.sql.types import (
+    BooleanType,
+    DataType,
+    IntegerType,
+    LongType,
+    ShortType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from airflow_provider_queen.exceptions import InvalidOptionError
+
+MESSAGES = StructType(
+    [
+        StructField("id", StringType()),
+        StructField("partition_id", LongType()),
+        StructField("seq", LongType()),
+        StructField("queue_name", StringType()),
+        StructField("partition_name", StringType()),
+        StructField("priority", ShortType()),
+        StructField("transaction_id", StringType()),
+        StructField("trace_id", StringType()),
+        StructField("payload", StringType()),
+        StructField("is_encrypted", BooleanType()),
+        StructField("created_at", TimestampType()),
+    ]
+)
+
+DELIVERIES = StructType(
+    [
+        StructField("id", LongType()),
+        StructField("queue_name", StringType()),
+        StructField("partition_name", StringType()),
+        StructField("priority", ShortType()),
+        StructField("consumer_group", StringType()),
+        StructField("partition_id", LongType()),
+        StructField("first_seq", LongType()),
+        StructField("last_seq", LongType()),
+        StructField("completed", IntegerType()),
+        StructField("failed", IntegerType()),
+        StructField("rejected", IntegerType()),
+        StructField("released", IntegerType()),
+        StructField("expired", IntegerType()),
+        StructField("attempt", IntegerType()),
+        StructField("popped_at", TimestampType()),
+        StructField("ended_at", TimestampType()),
+    ]
+)
+
+TABLES = {"messages": MESSAGES, "deliveries": DELIVERIES}
+
+_ARROW: dict[DataType, pa.DataType] = {
+    BooleanType(): pa.bool_(),
+    IntegerType(): pa.int32(),
+    LongType(): pa.int64(),
+    ShortType(): pa.int16(),
+    StringType(): pa.string(),
+    TimestampType(): pa.timestamp("us", tz="UTC"),
+}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Say which known name was probably meant."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
+
+
+def select(table: str, names: Iterable[str]) -> StructType:
+    """Return the schema of some columns of ``table``, for ``.schema(...)``."""
+    return StructType([TABLES[table][name] for name in names])
+
+
+def check_columns(table: str, wanted: StructType) -> None:
+    """Refuse columns that the table lacks, and types that would need a cast inside the data source."""
+    known = {field.name: field.dataType for field in TABLES[table]}
+    for field in wanted:
+        if field.name not in known:
+            raise InvalidOptionError(f"{table} has no column {field.name!r}; {nearest(field.name, known)}")
+        if field.dataType != known[field.name]:
+            raise InvalidOptionError(
+                f"column {field.name!r} of {table} is {known[field.name].simpleString()},"
+                f" not {field.dataType.simpleString()}; cast it after reading"
+            )
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """Spark compares the Arrow schema of a batch field by field with its own and refuses any difference."""
+    return pa.schema([pa.field(field.name, _ARROW[field.dataType], field.nullable) for field in schema])

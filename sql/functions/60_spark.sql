@@ -1,0 +1,281 @@
+-- What the Spark data source and the Spark applications call.
+--
+-- A scan takes no snapshot of its own and holds none: message rows are immutable and dense in seq, and seq order is
+-- commit order. Bounds that were fixed once therefore name the same rows for every later reader, in any transaction.
+-- The scan functions carry no SET clause, so that the planner inlines them and reads only the selected columns.
+
+-- Tells a mistyped queue from an empty one.
+CREATE OR REPLACE FUNCTION queen.queue_exists(queue_filter text)
+RETURNS boolean
+LANGUAGE sql STABLE
+AS $$
+    SELECT EXISTS (SELECT 1 FROM queen.queues AS q WHERE q.name = queue_filter);
+$$;
+
+-- Even ranges of the retained messages, packed into at most `slices` slices of equal size.
+-- The newest seq of a partition is one probe of the primary key, not a count.
+CREATE OR REPLACE FUNCTION queen.message_ranges(queue_filter text, slices int)
+RETURNS TABLE (slice int, partition_id bigint, first_seq bigint, last_seq bigint)
+LANGUAGE sql STABLE
+AS $$
+    WITH spans AS (
+        SELECT
+            p.id,
+            p.floor_seq + 1 AS first_seq,
+            newest.seq - p.floor_seq AS messages
+        FROM queen.partitions AS p
+        INNER JOIN queen.queues AS q ON q.id = p.queue_id
+        CROSS JOIN LATERAL (
+            SELECT m.seq
+            FROM queen.message_log AS m
+            WHERE m.partition_id = p.id
+            ORDER BY m.seq DESC
+            LIMIT 1
+        ) AS newest
+        WHERE
+            (queue_filter IS NULL OR q.name = queue_filter)
+            AND newest.seq > p.floor_seq
+    ),
+
+    laid_out AS (
+        SELECT
+            s.id,
+            s.first_seq,
+            s.messages,
+            (sum(s.messages) OVER (ORDER BY s.id) - s.messages)::bigint AS messages_before,
+            ceil(sum(s.messages) OVER () / slices)::bigint AS slice_size
+        FROM spans AS s
+    )
+
+    SELECT
+        n.slice::int,
+        l.id,
+        l.first_seq + greatest(n.slice * l.slice_size - l.messages_before, 0),
+        l.first_seq + least((n.slice + 1) * l.slice_size - l.messages_before, l.messages) - 1
+    FROM laid_out AS l
+    CROSS JOIN LATERAL generate_series(
+        l.messages_before / l.slice_size,
+        (l.messages_before + l.messages - 1) / l.slice_size
+    ) AS n (slice)
+    ORDER BY n.slice, l.id;
+$$;
+
+-- The messages of some ranges, each range in seq order.
+-- ORDER BY inside LATERAL keeps the planner from joining the whole log: it can only look up one range after another.
+CREATE OR REPLACE FUNCTION queen.scan_messages(partition_ids bigint[], first_seqs bigint[], last_seqs bigint[])
+RETURNS TABLE (
+    id text,
+    partition_id bigint,
+    seq bigint,
+    queue_name text,
+    partition_name text,
+    priority smallint,
+    transaction_id text,
+    trace_id text,
+    payload text,
+    is_encrypted boolean,
+    created_at timestamptz
+)
+LANGUAGE sql STABLE
+AS $$
+    SELECT
+        m.id::text,
+        m.partition_id,
+        m.seq,
+        m.queue_name,
+        m.partition_name,
+        m.priority,
+        m.transaction_id,
+        m.trace_id::text,
+        m.payload::text,
+        m.is_encrypted,
+        m.created_at
+    FROM unnest(partition_ids, first_seqs, last_seqs) AS r (partition_id, first_seq, last_seq)
+    CROSS JOIN LATERAL (
+        SELECT v.*
+        FROM queen.messages AS v
+        WHERE
+            v.partition_id = r.partition_id
+            AND v.seq BETWEEN r.first_seq AND r.last_seq
+        ORDER BY v.seq
+    ) AS m;
+$$;
+
+-- Even ranges of the delivery ids. Ids may have gaps, so slices are even in ids, nearly even in rows.
+CREATE OR REPLACE FUNCTION queen.delivery_ranges(slices int)
+RETURNS TABLE (slice int, first_id bigint, last_id bigint)
+LANGUAGE sql STABLE
+AS $$
+    WITH bounds AS (
+        SELECT
+            min(d.id) AS first_id,
+            max(d.id) AS last_id,
+            (max(d.id) - min(d.id)) / slices + 1 AS slice_size
+        FROM queen.deliveries AS d
+    )
+
+    SELECT
+        n.slice,
+        b.first_id + n.slice * b.slice_size,
+        least(b.first_id + (n.slice + 1) * b.slice_size - 1, b.last_id)
+    FROM bounds AS b
+    CROSS JOIN generate_series(0, slices - 1) AS n (slice)
+    WHERE b.first_id + n.slice * b.slice_size <= b.last_id
+    ORDER BY n.slice;
+$$;
+
+-- The deliveries of one range of ids.
+CREATE OR REPLACE FUNCTION queen.scan_deliveries(queue_filter text, range_first_id bigint, range_last_id bigint)
+RETURNS TABLE (
+    id bigint,
+    queue_name text,
+    partition_name text,
+    priority smallint,
+    consumer_group text,
+    partition_id bigint,
+    first_seq bigint,
+    last_seq bigint,
+    completed int,
+    failed int,
+    rejected int,
+    released int,
+    expired int,
+    attempt int,
+    popped_at timestamptz,
+    ended_at timestamptz
+)
+LANGUAGE sql STABLE
+AS $$
+    SELECT
+        d.id,
+        d.queue_name,
+        d.partition_name,
+        d.priority,
+        d.consumer_group,
+        d.partition_id,
+        d.first_seq,
+        d.last_seq,
+        d.completed,
+        d.failed,
+        d.rejected,
+        d.released,
+        d.expired,
+        d.attempt,
+        d.popped_at,
+        d.ended_at
+    FROM queen.deliveries AS d
+    WHERE
+        d.id BETWEEN range_first_id AND range_last_id
+        AND (queue_filter IS NULL OR d.queue_name = queue_filter)
+    ORDER BY d.id;
+$$;
+
+-- Stores computed buckets; doing it again changes nothing. The counts of a bucket only ever grow, so a run that saw
+-- less than an earlier one (retention has removed messages since) leaves the earlier row as it is.
+-- Rows go in by key order: two runs at once wait for each other instead of deadlocking.
+CREATE OR REPLACE FUNCTION queen.record_metrics(
+    bucket_seconds int,
+    queue_names text[],
+    consumer_groups text[],
+    bucket_starts timestamptz[],
+    pushed bigint[],
+    completed bigint[],
+    failed bigint[],
+    dead_lettered bigint[],
+    latency_p50_ms float8[],
+    latency_p95_ms float8[],
+    latency_p99_ms float8[],
+    processing_p50_ms float8[],
+    processing_p95_ms float8[],
+    processing_p99_ms float8[]
+)
+RETURNS TABLE (written bigint)
+LANGUAGE sql VOLATILE
+AS $$
+    WITH stored AS (
+        INSERT INTO queen.queue_metrics AS m (
+            queue_name,
+            consumer_group,
+            bucket_start,
+            bucket_seconds,
+            pushed,
+            completed,
+            failed,
+            dead_lettered,
+            latency_p50_ms,
+            latency_p95_ms,
+            latency_p99_ms,
+            processing_p50_ms,
+            processing_p95_ms,
+            processing_p99_ms,
+            computed_at
+        )
+        SELECT
+            r.queue_name,
+            r.consumer_group,
+            r.bucket_start,
+            record_metrics.bucket_seconds,
+            r.pushed,
+            r.completed,
+            r.failed,
+            r.dead_lettered,
+            r.latency_p50_ms,
+            r.latency_p95_ms,
+            r.latency_p99_ms,
+            r.processing_p50_ms,
+            r.processing_p95_ms,
+            r.processing_p99_ms,
+            clock_timestamp()
+        FROM unnest(
+            queue_names,
+            consumer_groups,
+            bucket_starts,
+            record_metrics.pushed,
+            record_metrics.completed,
+            record_metrics.failed,
+            record_metrics.dead_lettered,
+            record_metrics.latency_p50_ms,
+            record_metrics.latency_p95_ms,
+            record_metrics.latency_p99_ms,
+            record_metrics.processing_p50_ms,
+            record_metrics.processing_p95_ms,
+            record_metrics.processing_p99_ms
+        ) AS r (
+            queue_name,
+            consumer_group,
+            bucket_start,
+            pushed,
+            completed,
+            failed,
+            dead_lettered,
+            latency_p50_ms,
+            latency_p95_ms,
+            latency_p99_ms,
+            processing_p50_ms,
+            processing_p95_ms,
+            processing_p99_ms
+        )
+        ORDER BY r.queue_name, r.consumer_group, r.bucket_start
+        ON CONFLICT (queue_name, consumer_group, bucket_start, bucket_seconds) DO UPDATE
+            SET
+                pushed = excluded.pushed,
+                completed = excluded.completed,
+                failed = excluded.failed,
+                dead_lettered = excluded.dead_lettered,
+                latency_p50_ms = coalesce(excluded.latency_p50_ms, m.latency_p50_ms),
+                latency_p95_ms = coalesce(excluded.latency_p95_ms, m.latency_p95_ms),
+                latency_p99_ms = coalesce(excluded.latency_p99_ms, m.latency_p99_ms),
+                processing_p50_ms = coalesce(excluded.processing_p50_ms, m.processing_p50_ms),
+                processing_p95_ms = coalesce(excluded.processing_p95_ms, m.processing_p95_ms),
+                processing_p99_ms = coalesce(excluded.processing_p99_ms, m.processing_p99_ms),
+                computed_at = excluded.computed_at
+            WHERE
+                excluded.pushed >= m.pushed
+                AND excluded.completed >= m.completed
+                AND excluded.failed >= m.failed
+                AND excluded.dead_lettered >= m.dead_lettered
+        RETURNING 1
+    )
+
+    SELECT count(*) FROM stored;
+$$;

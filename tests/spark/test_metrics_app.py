@@ -1,0 +1,218 @@
+"""The application ``metrics.py`` and the Dag that submits it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psycopg
+import pytest
+from airflow.models import DagBag
+from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
+from psycopg.conninfo import conninfo_to_dict
+from pyspark.sql import SparkSession
+
+import airflow_provider_queen
+from airflow_provider_queen.exceptions import InvalidOptionError
+from airflow_provider_queen.operators import spark as operators
+from airflow_provider_queen.operators.spark import QueenSparkOperator
+from airflow_provider_queen.resources import dags_folder, spark_app
+
+SECRET = "n0t-to-be-seen-4711"
+
+
+@pytest.fixture(scope="module")
+def app() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("queen_metrics_app", spark_app("metrics.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--since", "2026-03-01T12:00:00"], "has no time zone"),
+        (["--until", "yesterday"], "'yesterday' is no ISO time"),
+        (["--bucket-seconds", "0"], "seconds from 1 to 86400"),
+        (["--since", "2026-03-02T00:00Z", "--until", "2026-03-01T00:00Z"], "--since must lie before --until"),
+        (["--queue", "orders"], "unrecognized arguments: --queue"),
+    ],
+)
+def test_bad_arguments_end_with_a_sentence_and_2(
+    app: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        app.main(arguments)
+    assert caught.value.code == 2
+    errors = capsys.readouterr().err.strip()
+    assert sentence in errors
+    assert "\n" not in errors
+
+
+def test_an_unreachable_database_ends_with_a_sentence_and_2(
+    app: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUEEN_DSN", f"host=127.0.0.1 port=1 dbname=q password={SECRET}")
+    assert app.main([]) == 2
+    errors = capsys.readouterr().err.strip()
+    assert "cannot connect to PostgreSQL" in errors
+    assert "\n" not in errors
+    assert SECRET not in errors
+
+
+def test_an_unknown_queue_ends_with_a_sentence_and_2(
+    app: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    queen_dsn: str,
+    database: psycopg.Connection[Any],
+) -> None:
+    monkeypatch.setenv("QUEEN_DSN", queen_dsn)
+    assert app.main(["--queue-name", "ordres"]) == 2
+    assert capsys.readouterr().err.strip() == "queen-metrics: there is no queue 'ordres'"
+
+
+def test_a_dry_run_stores_nothing(
+    app: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    spark: SparkSession,
+    queen_dsn: str,
+    deliver: psycopg.Connection[Any],
+) -> None:
+    monkeypatch.setenv("QUEEN_DSN", queen_dsn)
+    assert app.main(["--dry-run", "--queue-name", "mails"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    summary = json.loads(lines[-1])
+    assert (summary["pushed"], summary["written"], summary["dry_run"]) == (77, 0, True)
+    assert any("would record" in line for line in lines[:-1])
+    assert deliver.execute("SELECT count(*) FROM queen.queue_metrics").fetchone() == (0,)
+    # The session was not the application's own.
+    assert spark.range(1).count() == 1
+
+
+def connection_json(dsn: str, **more: str) -> str:
+    parts = conninfo_to_dict(dsn) | more
+    fields = {
+        "conn_type": "postgres",
+        "host": parts.get("host"),
+        "schema": parts.get("dbname"),
+        "login": parts.get("user"),
+        "password": parts.get("password"),
+    }
+    return json.dumps({**fields, **({"port": int(parts["port"])} if parts.get("port") else {})})
+
+
+def test_submitted_by_the_operator_and_the_password_shows_nowhere(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    queen_dsn: str,
+    deliver: psycopg.Connection[Any],
+) -> None:
+    # The server lets everybody in from here, so any password will do to see where it goes.
+    monkeypatch.setenv("AIRFLOW_CONN_QUEEN_DEFAULT", connection_json(queen_dsn, password=SECRET))
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", '{"conn_type": "spark", "host": "local[2]"}')
+    monkeypatch.setenv("PYTHONPATH", str(Path(airflow_provider_queen.__file__).parents[1]))
+    # Otherwise spark-submit would hand the job to the session that runs these tests.
+    for name in [name for name in os.environ if name.startswith(("PYSPARK_GATEWAY", "SPARK_CONF"))]:
+        monkeypatch.delenv(name)
+    operator = QueenSparkOperator(
+        task_id="metrics",
+        application=str(spark_app("metrics.py")),
+        application_args=["--bucket-seconds=60", ""],
+        conf={
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.dir": tmp_path.as_uri(),
+            "spark.eventLog.compress": "false",
+            "spark.ui.enabled": "false",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.sql.shuffle.partitions": "2",
+        },
+    )
+    seen: list[list[str]] = []
+    build = SparkSubmitHook._build_spark_submit_command
+    monkeypatch.setattr(
+        SparkSubmitHook,
+        "_build_spark_submit_command",
+        lambda self, application: seen.append(build(self, application)) or seen[-1],
+    )
+    with caplog.at_level("DEBUG"):
+        summary = operator.execute({})
+
+    assert summary is not None
+    assert (summary["application"], summary["pushed"]) == ("queen-metrics", 1577)
+    assert deliver.execute("SELECT count(*) FROM queen.queue_metrics").fetchone() == (summary["written"],)
+    events = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert "SparkListenerApplicationEnd" in events
+    assert "queen" in events
+    rendered = json.dumps({name: getattr(operator, name) for name in operator.template_fields}, default=str)
+    captured = capfd.readouterr()
+    # Both ends of the way: the password did reach the child, and the places searched are not empty ones.
+    assert operator._hook is not None
+    assert SECRET in (operator._hook._env or {})["QUEEN_DSN"]
+    assert "queen-metrics: connected to" in caplog.text + captured.out + captured.err
+    for place in (events, " ".join(seen[0]), caplog.text, captured.out, captured.err, rendered):
+        assert SECRET not in place
+
+
+def test_a_missing_spark_connection_is_an_error_not_yarn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AIRFLOW_CONN_NO_SPARK", raising=False)
+    operator = QueenSparkOperator(task_id="metrics", application="x.py", conn_id="no_spark")
+    with pytest.raises(InvalidOptionError, match="there is no Spark connection 'no_spark'"):
+        operator.execute({})
+
+
+def test_deploy_mode_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "AIRFLOW_CONN_SPARK_FAR",
+        '{"conn_type": "spark", "host": "spark://far:7077", "extra": {"deploy-mode": "cluster"}}',
+    )
+    operator = QueenSparkOperator(task_id="metrics", application="x.py", conn_id="spark_far")
+    with pytest.raises(InvalidOptionError, match="deploy mode cluster"):
+        operator.execute({})
+
+
+def test_on_yarn_the_password_stays_off_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_SPARK_YARN", '{"conn_type": "spark", "host": "yarn"}')
+    monkeypatch.setenv(
+        "AIRFLOW_CONN_QUEEN_DEFAULT",
+        connection_json(f"host=db port=5432 dbname=q user=u password={SECRET}"),
+    )
+    operator = QueenSparkOperator(
+        task_id="metrics", application="x.py", conn_id="spark_yarn", env_vars={"MINE": "1"}
+    )
+    hook = operator._get_hook()
+    command = hook._build_spark_submit_command("x.py")
+    assert SECRET not in " ".join(command)
+    assert hook._env is not None
+    assert SECRET in hook._env["QUEEN_DSN"]
+    assert hook._env["MINE"] == "1"
+
+
+def test_the_childs_path_starts_with_this_environment(tmp_path: Path) -> None:
+    java = tmp_path / "java"
+    java.write_text("#!/bin/sh\n")
+    java.chmod(0o755)
+    environment = operators.child_environment({"PATH": str(tmp_path)})
+    assert environment == {"PATH": f"{sys.prefix}/bin{os.pathsep}{tmp_path}"}
+
+
+def test_the_dag_parses() -> None:
+    bag = DagBag(dag_folder=str(dags_folder() / "queen_metrics.py"))
+    assert bag.import_errors == {}
+    dag = bag.dags["queen_metrics"]
+    assert (dag.max_active_runs, dag.catchup) == (1, False)
+    (task,) = dag.tasks
+    assert task.application == str(spark_app("metrics.py"))
+    assert task.env_vars is None
