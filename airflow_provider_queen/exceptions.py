@@ -29,3 +29,26 @@ class EncryptionError(QueenError):
 
 class SchemaVersionError(QueenError):
     """The database has no Queen schema, or another version of it than this package needs."""
+
+
+class DatabaseError(QueenError):
+    """PostgreSQL refused or failed a call for a reason outside the queue's own rules.
+
+    The driver's own error is not attached: its detail and context lines may quote a payload.
+    """
+
+    def __init__(self, message: str, sqlstate: str | None = None) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+
+
+class DatabaseUnreachableError(DatabaseError):
+    """No connection to the database could be opened; nothing was sent."""
+
+
+class ConnectionLostError(DatabaseError):
+    """The connection broke during a call that is not safe to repeat: whether it took effect is unknown."""
+
+
+class TransactionConflictError(DatabaseError):
+    """A serialization failure or a deadlock: nothing was changed, and the whole transaction may be repeated."""

@@ -7,6 +7,7 @@ Everything lies in guarded folders, which vanish with this process, however it e
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -51,7 +52,21 @@ def _prepare_environment(folder: Path) -> None:
     }
 
 
+def _heed_signals() -> None:
+    """A shell starts background jobs with these ignored, and so would be what the tests start and end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+
 _prepare_environment(SESSION_FOLDER.path)
+_heed_signals()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Each test's ``tmp_path`` goes with the run too, unless ``--basetemp`` says where to keep it."""
+    if config.option.basetemp is None:
+        config.option.basetemp = str(SESSION_FOLDER.path / "tmp")
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,7 @@ class QueenSparkOperator(SparkSubmitOperator):
         super().__init__(**kwargs)
         self.queen_conn_id = queen_conn_id
 
-    def execute(self, context: Context) -> dict[str, Any] | None:
+    def execute(self, context: Context) -> dict[str, Any] | None:  # type: ignore[override]
         self.application_args = [argument for argument in self.application_args or [] if argument != ""]
         super().execute(context)
         return self._hook.summary if isinstance(self._hook, _SubmitHook) else None

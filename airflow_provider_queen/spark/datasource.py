@@ -93,7 +93,7 @@ class QueenReader(DataSourceReader):
         return list(slices) or [Slice([])]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, Slice)
+        assert isinstance(partition, Slice)  # noqa: S101
         if not partition.ranges:
             return
         schema = arrow_schema(self.schema)

@@ -23,12 +23,12 @@ AS $$
             p.id,
             p.floor_seq + 1 AS first_seq,
             newest.seq - p.floor_seq AS messages
-        FROM queen.partitions AS p
+        FROM queen.lanes AS p
         INNER JOIN queen.queues AS q ON q.id = p.queue_id
         CROSS JOIN LATERAL (
             SELECT m.seq
             FROM queen.message_log AS m
-            WHERE m.partition_id = p.id
+            WHERE m.lane_id = p.id
             ORDER BY m.seq DESC
             LIMIT 1
         ) AS newest
@@ -80,7 +80,7 @@ LANGUAGE sql STABLE
 AS $$
     SELECT
         m.id::text,
-        m.partition_id,
+        m.lane_id,
         m.seq,
         m.queue_name,
         m.partition_name,
@@ -95,7 +95,7 @@ AS $$
         SELECT v.*
         FROM queen.messages AS v
         WHERE
-            v.partition_id = r.partition_id
+            v.lane_id = r.partition_id
             AND v.seq BETWEEN r.first_seq AND r.last_seq
         ORDER BY v.seq
     ) AS m;
@@ -152,7 +152,7 @@ AS $$
         d.partition_name,
         d.priority,
         d.consumer_group,
-        d.partition_id,
+        d.lane_id,
         d.first_seq,
         d.last_seq,
         d.completed,

@@ -1,8 +1,8 @@
 -- The queue's tables. The rules that work on them are in sql/functions; nothing here calls a function of ours.
 --
 -- Three kinds of tables, by how they change:
---   settings     queues, partitions, consumers, consumer_groups_metadata     rarely updated
---   logs         message_log, deliveries, dead_letter_queue, retention_history   inserted, deleted by retention
+--   settings     queues, partitions, lanes, consumer_groups_metadata, queue_groups    rarely updated
+--   logs         message_log, deliveries, dead_letter_queue, retention_history        inserted, deleted by retention
 --   state        consumer_states     one row per transition, the newest generation is the truth
 -- Nothing that every push or pop touches is updated in place: under a snapshot that somebody holds (pg_dump, a long
 -- report) old versions of an updated row pile up and each look-up walks over all of them. A look-up of the newest
@@ -27,46 +27,59 @@ CREATE TABLE queen.queues (
     retention_seconds integer NOT NULL DEFAULT 0 CHECK (retention_seconds >= 0),
     completed_retention_seconds integer NOT NULL DEFAULT 0 CHECK (completed_retention_seconds >= 0),
     encryption_enabled boolean NOT NULL DEFAULT FALSE,
-    -- The message priorities in use, highest first. A pop probes the ready index once for each.
-    lane_priorities smallint [] NOT NULL DEFAULT '{0}',
     created_at timestamptz NOT NULL DEFAULT now()
 );
 CREATE INDEX queues_namespace_task ON queen.queues (namespace, task);
 COMMENT ON TABLE queen.queues IS 'Queues and their options.';
 
--- One row per lane: messages of different priority in one partition are lanes of their own.
 CREATE TABLE queen.partitions (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     queue_id integer NOT NULL REFERENCES queen.queues (id),
     name text NOT NULL CHECK (length(name) BETWEEN 1 AND 255),
-    priority smallint NOT NULL DEFAULT 0 CHECK (priority BETWEEN 0 AND 9),
+    created_at timestamptz NOT NULL DEFAULT now(),
+    UNIQUE (queue_id, name)
+);
+COMMENT ON TABLE queen.partitions IS 'FIFO lanes inside a queue, created by their first push.';
+
+-- A partition and a message priority: each lane has its own order, seq, cursors and leases. Most partitions have one.
+CREATE TABLE queen.lanes (
+    id bigint PRIMARY KEY, -- partition_id * 10 + priority: either is had back without a look-up
+    queue_id integer NOT NULL,
+    priority smallint NOT NULL CHECK (priority BETWEEN 0 AND 9),
+    -- Who created it. A group has discovered every lane whose creator had ended when it last looked (queue_groups).
+    created_xid xid8 NOT NULL DEFAULT pg_current_xact_id(),
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     -- The highest seq that retention removed, and its time. The last seq of a lane is that of its last row, or this.
     floor_seq bigint NOT NULL DEFAULT 0,
     floor_created_at timestamptz NOT NULL DEFAULT '-infinity',
-    created_at timestamptz NOT NULL DEFAULT now(),
+    name text NOT NULL, -- the partition's: a push finds the lane with one probe
     UNIQUE (queue_id, name, priority)
 );
-COMMENT ON TABLE queen.partitions IS 'FIFO lanes: one row per partition and message priority.';
+CREATE INDEX lanes_created ON queen.lanes (queue_id, created_xid);
+COMMENT ON TABLE queen.lanes IS 'One row per partition and message priority in use.';
 
--- Immutable. (partition_id, seq) is the address; the view queen.messages shows it as an id, with names.
+-- Immutable. (lane_id, seq) is the address; the view queen.messages shows it as an id, with names.
 -- payload is json, not jsonb: what was pushed comes back byte for byte, and neither side pays for the conversion.
 CREATE TABLE queen.message_log (
-    partition_id bigint NOT NULL,
+    lane_id bigint NOT NULL,
     seq bigint NOT NULL,
     created_at timestamptz NOT NULL,
     trace_id uuid,
     is_encrypted boolean NOT NULL DEFAULT FALSE,
     transaction_id text NOT NULL,
     payload json NOT NULL,
-    PRIMARY KEY (partition_id, seq)
+    -- Of a message that came back from the dead letters: what it was, and the transaction id it was encrypted under.
+    requeued_from uuid,
+    origin_transaction_id text,
+    PRIMARY KEY (lane_id, seq)
 ) WITH (
     autovacuum_vacuum_insert_threshold = 200000, autovacuum_vacuum_insert_scale_factor = 0,
     autovacuum_vacuum_threshold = 50000, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = OFF
 );
--- Dedupe. The partition is the hash's seed, so the key is 8 bytes and this is the only index that can serve the
--- probe: with (partition_id, hash) a plan made while the table was empty may walk the whole partition instead.
--- Two ids may share a hash, so the probe compares the text too.
-CREATE INDEX message_log_transaction ON queen.message_log (hashtextextended(transaction_id, partition_id));
+-- Dedupe, over all lanes of a partition. The partition is the hash's seed, so the key is 8 bytes and this is the only
+-- index that can serve the probe: with (partition, hash) a plan made while the table was empty may walk the whole
+-- partition instead. Two ids may share a hash, so the probe compares the text too.
+CREATE INDEX message_log_transaction ON queen.message_log (hashtextextended(transaction_id, lane_id / 10));
 CREATE INDEX message_log_trace ON queen.message_log (trace_id) WHERE trace_id IS NOT NULL;
 COMMENT ON TABLE queen.message_log IS 'Messages as stored. Read the view queen.messages.';
 
@@ -79,7 +92,9 @@ CREATE TABLE queen.consumer_groups_metadata (
     task text,
     subscription_mode text NOT NULL CHECK (subscription_mode IN ('all', 'new', 'timestamp')),
     subscription_timestamp timestamptz NOT NULL,
-    created_at timestamptz NOT NULL DEFAULT now(),
+    -- What was there at first contact: a lane that this snapshot does not show is read from its first message.
+    subscription_snapshot pg_snapshot NOT NULL DEFAULT pg_current_snapshot(),
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     CHECK (num_nonnulls(queue_name, namespace, task) > 0),
     CHECK (partition_name IS NULL OR queue_name IS NOT NULL)
 );
@@ -93,25 +108,34 @@ CREATE UNIQUE INDEX consumer_groups_metadata_key ON queen.consumer_groups_metada
 CREATE INDEX consumer_groups_metadata_queue ON queen.consumer_groups_metadata (queue_name);
 COMMENT ON TABLE queen.consumer_groups_metadata IS 'Subscriptions: one row per group and what it subscribed to.';
 
+-- The groups that exist, per queue. Lanes created by transactions before discovered_xid have a row in consumers.
+CREATE TABLE queen.queue_groups (
+    queue_id integer NOT NULL REFERENCES queen.queues (id),
+    consumer_group text NOT NULL,
+    discovered_xid xid8 NOT NULL DEFAULT '0',
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (queue_id, consumer_group)
+);
+CREATE INDEX queue_groups_group ON queen.queue_groups (consumer_group);
+
 -- One row per lane and group. It is what a pop finds and locks; what it holds is in consumer_states.
---   ready_at NULL      drained: nothing is pending. Set only under the lane's push lock.
+--   ready_at NULL      drained: nothing is pending. Set only under the partition's push lock.
 --   ready_at <= now    perhaps something to deliver; the pop that finds nothing says so here.
 --   ready_at > now     nothing to deliver before: a delay, a backoff, a lease that somebody ran into.
 CREATE TABLE queen.consumers (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    queue_id integer NOT NULL REFERENCES queen.queues (id),
-    partition_id bigint NOT NULL REFERENCES queen.partitions (id),
-    priority smallint NOT NULL,
+    lane_id bigint NOT NULL,
     ready_at timestamptz,
-    created_at timestamptz NOT NULL DEFAULT now(),
+    start_seq bigint NOT NULL, -- where the group began to read: the cursor until there is a state
+    queue_id integer NOT NULL,
+    priority smallint NOT NULL,
     consumer_group text NOT NULL,
-    UNIQUE (partition_id, consumer_group)
+    UNIQUE (lane_id, consumer_group)
 ) WITH (
     fillfactor = 70, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_scale_factor = 0.01, vacuum_truncate = OFF
 );
 CREATE INDEX consumers_ready ON queen.consumers (queue_id, consumer_group, priority, ready_at)
 WHERE ready_at IS NOT NULL;
-CREATE INDEX consumers_drained ON queen.consumers (partition_id) WHERE ready_at IS NULL;
 
 -- The cursor and the lease of a consumer. A transition inserts generation n + 1 and deletes n, by their keys; the
 -- primary key lets only one of two transitions from the same state through, whatever isolation they run in.
@@ -120,28 +144,29 @@ CREATE TABLE queen.consumer_states (
     gen bigint NOT NULL,
     -- Everything up to the cursor is settled; ahead holds what was settled beyond it.
     cursor bigint NOT NULL,
-    ahead int8multirange NOT NULL DEFAULT '{}',
     -- Up to here messages were in a batch whose consumer died: delivered one at a time, so that only the poison stays.
     suspect_through bigint NOT NULL DEFAULT 0,
+    -- Over the consumer's life.
+    total_completed bigint NOT NULL DEFAULT 0,
+    total_dropped bigint NOT NULL DEFAULT 0,
+    settled_at timestamptz,
+    -- No delivery before: the backoff of a failure.
+    retry_at timestamptz,
     -- How many rows of redeliveries this consumer has: none, and the ordinary path does not look.
     redelivering integer NOT NULL DEFAULT 0,
     -- The lease, while there is one: its token, what it still holds, and what of it was settled so far.
+    attempt integer NOT NULL DEFAULT 0,
+    completed integer NOT NULL DEFAULT 0,
+    failed integer NOT NULL DEFAULT 0,
+    rejected integer NOT NULL DEFAULT 0,
+    released integer NOT NULL DEFAULT 0,
     lease_id uuid,
     lease_expires_at timestamptz,
     popped_at timestamptz,
     first_seq bigint,
     last_seq bigint,
-    attempt integer NOT NULL DEFAULT 0,
+    ahead int8multirange NOT NULL DEFAULT '{}',
     held int8multirange NOT NULL DEFAULT '{}',
-    retry_at timestamptz,
-    completed integer NOT NULL DEFAULT 0,
-    failed integer NOT NULL DEFAULT 0,
-    rejected integer NOT NULL DEFAULT 0,
-    released integer NOT NULL DEFAULT 0,
-    -- Over the consumer's life.
-    total_completed bigint NOT NULL DEFAULT 0,
-    total_dropped bigint NOT NULL DEFAULT 0,
-    settled_at timestamptz,
     PRIMARY KEY (consumer_id, gen)
 ) WITH (
     autovacuum_vacuum_threshold = 2000, autovacuum_vacuum_scale_factor = 0,
@@ -159,18 +184,18 @@ CREATE TABLE queen.redeliveries (
 
 CREATE TABLE queen.deliveries (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    partition_id bigint NOT NULL,
+    lane_id bigint NOT NULL,
     first_seq bigint NOT NULL,
     last_seq bigint NOT NULL,
+    popped_at timestamptz NOT NULL,
+    ended_at timestamptz NOT NULL,
     completed integer NOT NULL,
     failed integer NOT NULL,
     rejected integer NOT NULL,
     released integer NOT NULL,
     expired integer NOT NULL,
-    attempt integer NOT NULL,
+    attempt integer NOT NULL, -- of the message in the lease that had been tried most often
     priority smallint NOT NULL,
-    popped_at timestamptz NOT NULL,
-    ended_at timestamptz NOT NULL,
     queue_name text NOT NULL,
     partition_name text NOT NULL,
     consumer_group text NOT NULL
@@ -182,13 +207,14 @@ COMMENT ON TABLE queen.deliveries IS 'One row per lease that ended, by settlemen
 CREATE TABLE queen.dead_letter_queue (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     queue_id integer NOT NULL REFERENCES queen.queues (id),
-    partition_id bigint NOT NULL REFERENCES queen.partitions (id),
+    lane_id bigint NOT NULL,
     seq bigint NOT NULL,
     message_id uuid NOT NULL,
     consumer_group text NOT NULL,
     partition_name text NOT NULL,
     priority smallint NOT NULL,
     transaction_id text NOT NULL,
+    origin_transaction_id text,
     trace_id uuid,
     payload json NOT NULL,
     is_encrypted boolean NOT NULL,
@@ -198,25 +224,26 @@ CREATE TABLE queen.dead_letter_queue (
     original_created_at timestamptz NOT NULL,
     failed_at timestamptz NOT NULL,
     requeued_at timestamptz,
-    requeued_seq bigint
+    requeued_message_id uuid
 );
 CREATE INDEX dead_letter_queue_queue ON queen.dead_letter_queue (queue_id, id);
 CREATE INDEX dead_letter_queue_waiting ON queen.dead_letter_queue (queue_id, consumer_group, id)
 WHERE requeued_at IS NULL;
-CREATE INDEX dead_letter_queue_trace ON queen.dead_letter_queue (trace_id) WHERE trace_id IS NOT NULL;
+COMMENT ON TABLE queen.dead_letter_queue IS 'Messages that a group gave up on; requeued_at says that one went back.';
 
 CREATE TABLE queen.retention_history (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     queue_name text NOT NULL,
     partition_name text NOT NULL,
-    partition_id bigint NOT NULL,
+    lane_id bigint NOT NULL,
     retention_type text NOT NULL CHECK (retention_type IN ('retention', 'completed', 'evicted')),
     messages_deleted bigint NOT NULL,
     first_seq bigint NOT NULL,
     last_seq bigint NOT NULL,
-    executed_at timestamptz NOT NULL DEFAULT now()
+    executed_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 CREATE INDEX retention_history_executed_at ON queen.retention_history (executed_at);
+COMMENT ON TABLE queen.retention_history IS 'What retention and eviction removed, when, from which partition.';
 
 CREATE TABLE queen.queue_metrics (
     queue_name text NOT NULL,
@@ -250,3 +277,88 @@ CREATE TABLE queen.anomalies (
     value double precision
 );
 CREATE INDEX anomalies_detected_at ON queen.anomalies (detected_at);
+
+-- What functions return, where a table's row does not serve. (In RETURNS TABLE a column may not have an argument's name.)
+CREATE TYPE queen.popped_message AS (
+    message_id uuid,
+    transaction_id text,
+    trace_id uuid,
+    queue_name text,
+    partition text,
+    priority smallint,
+    seq bigint,
+    payload json,
+    is_encrypted boolean,
+    origin_transaction_id text,
+    created_at timestamptz,
+    attempt integer,
+    lease_id uuid,
+    lease_expires_at timestamptz,
+    consumer_group text
+);
+CREATE TYPE queen.settlement AS (
+    lease_id uuid,
+    completed integer,
+    retried integer,
+    dead_lettered integer,
+    dropped integer,
+    released integer,
+    remaining integer
+);
+CREATE TYPE queen.lease_expiry AS (lease_id uuid, lease_expires_at timestamptz);
+CREATE TYPE queen.partition_stats AS (
+    queue_name text,
+    namespace text,
+    task text,
+    partition text,
+    priority smallint,
+    consumer_group text,
+    first_seq bigint,
+    last_seq bigint,
+    retained bigint,
+    cursor bigint,
+    pending bigint,
+    in_flight bigint,
+    lease_expires_at timestamptz,
+    ready_at timestamptz,
+    oldest_age_seconds double precision,
+    dead_letters bigint,
+    total_completed bigint,
+    total_dropped bigint,
+    last_pushed_at timestamptz,
+    last_settled_at timestamptz
+);
+CREATE TYPE queen.group_summary AS (
+    consumer_group text,
+    queue_name text,
+    subscription_mode text,
+    subscribed_at timestamptz,
+    partitions bigint,
+    pending bigint,
+    in_flight bigint,
+    last_settled_at timestamptz
+);
+CREATE TYPE queen.dead_letter AS (
+    id bigint,
+    queue_name text,
+    partition text,
+    priority smallint,
+    seq bigint,
+    message_id uuid,
+    consumer_group text,
+    transaction_id text,
+    trace_id uuid,
+    payload json,
+    is_encrypted boolean,
+    origin_transaction_id text,
+    reason text,
+    error_message text,
+    retry_count integer,
+    original_created_at timestamptz,
+    failed_at timestamptz,
+    requeued_at timestamptz,
+    requeued_message_id uuid
+);
+CREATE TYPE queen.requeued_message AS (id bigint, message_id uuid, seq bigint, partition text);
+CREATE TYPE queen.eviction AS (queue_name text, consumer_group text, evicted bigint);
+CREATE TYPE queen.retained_partition AS (queue_name text, partition text, retention_type text, deleted bigint);

@@ -21,7 +21,8 @@ __all__ = ["MigrationReport", "check", "current_version", "dry_run", "head_versi
 def migrate(conninfo: str, target: str = "head", *, sql_folder: Path | None = None) -> MigrationReport:
     """Bring the database to ``target``, up or down, in one transaction.
 
-    A second run at the same time waits for the first and then finds nothing to do. Views and functions are applied again whenever one of their files changed.
+    A second run at the same time waits for the first and then finds nothing to do. Views and functions are
+    applied again whenever one of their files changed; what was granted on them stays granted.
 
     :param conninfo: a libpq connection string or URI
     :param target: ``head``, ``base`` (removes the schema and every message), a revision or the beginning

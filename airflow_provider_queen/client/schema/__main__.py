@@ -16,6 +16,7 @@ from airflow_provider_queen.client.schema.files import SchemaFiles, schema_files
 from airflow_provider_queen.client.schema.report import MigrationReport
 from airflow_provider_queen.exceptions import InvalidOptionError, QueenError
 
+_DIRECTIONS: dict[str, runner.Direction] = {"upgrade": "up", "downgrade": "down"}
 _LIBPQ = ("PGSERVICE", "PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER")
 
 
@@ -65,9 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runner.stamp(dsn or "", options.revision, files)
             print(f"stamped {_current(dsn or '', files)}")
         elif options.sql:
-            print(runner.dry_run(dsn, options.target, files, allow=_direction(options.command)), end="")
+            print(runner.dry_run(dsn, options.target, files, only=_DIRECTIONS[options.command]), end="")
         else:
-            _print(runner.migrate(dsn or "", options.target, files, allow=_direction(options.command)))
+            _print(runner.migrate(dsn or "", options.target, files, only=_DIRECTIONS[options.command]))
     except InvalidOptionError as error:
         print(error, file=sys.stderr)
         return 2
@@ -75,10 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-def _direction(command: str) -> str:
-    return command.removesuffix("grade")
 
 
 def _current(dsn: str, files: SchemaFiles) -> str:

@@ -1,4 +1,4 @@
-"""The ``sql`` folder as the schema runner sees it: revisions, repeatable files, checksums. No database here."""
+"""The ``sql`` folder as the runner sees it: revisions, repeatable files, checksums. No database here."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class SchemaFiles:
 
 
 def read_sql(path: Path) -> str:
-    """A file's text with ``\\n`` on every system and its last statement ended, so that files can be joined."""
+    """A file's text with its last statement ended, so that files can be joined."""
     text = path.read_text(encoding="utf-8").rstrip()
     return f"{text}\n" if text.endswith(";") else f"{text}\n;\n"
 

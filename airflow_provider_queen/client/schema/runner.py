@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import psycopg
 from alembic.runtime.migration import MigrationContext, MigrationStep, RevisionStep
@@ -37,6 +37,8 @@ from airflow_provider_queen.exceptions import InvalidOptionError, QueenError
 
 Emit = Callable[[str, str], None]
 """Takes the name of a script, for errors, and its text."""
+
+Direction = Literal["up", "down"]
 
 _VERSION_TABLE = {"version_table": "alembic_version", "version_table_schema": "queen"}
 
@@ -75,25 +77,32 @@ class SqlScripts(ScriptDirectory):
         return module
 
 
-def migrate(conninfo: str, target: str, files: SchemaFiles, *, allow: str = "up down") -> MigrationReport:
-    """Bring the database to ``target`` in one transaction."""
+def migrate(
+    conninfo: str, target: str, files: SchemaFiles, *, only: Direction | None = None
+) -> MigrationReport:
+    """Bring the database to ``target`` in one transaction.
+
+    :param only: refuse a target that lies in the other direction
+    """
     with _transaction(conninfo) as (connection, raw):
         state = _recorded_state(raw)
-        goal = _goal(target, state, files, allow)
+        goal = _goal(target, state, files, only)
         if not _to_do(state, goal, files):
             return MigrationReport(state.version, goal, [], [])
-        return _run(
-            files, state, goal, execute, lambda opts: MigrationContext.configure(connection, opts=opts)
-        )
+
+        def online(opts: dict[str, Any]) -> MigrationContext:
+            return MigrationContext.configure(connection, opts=opts)
+
+        return _run(files, state, goal, partial(_execute, raw), online)
 
 
-def dry_run(conninfo: str | None, target: str, files: SchemaFiles, *, allow: str = "up down") -> str:
+def dry_run(conninfo: str | None, target: str, files: SchemaFiles, *, only: Direction | None = None) -> str:
     """The script that :func:`migrate` would run: on this database, or on an empty one."""
     state = State(None, {})
     if conninfo is not None:
         with _connect(conninfo) as raw:
             state = read_state(raw)
-    goal = _goal(target, state, files, allow)
+    goal = _goal(target, state, files, only)
     if not _to_do(state, goal, files):
         return f"-- Nothing to do: the schema queen is at {goal or 'base'}.\n"
 
@@ -146,13 +155,13 @@ def current(conninfo: str) -> str | None:
         return read_state(raw).version
 
 
-def _goal(target: str, state: State, files: SchemaFiles, allow: str) -> str | None:
+def _goal(target: str, state: State, files: SchemaFiles, only: Direction | None) -> str | None:
     require_known(state.version, files)
     goal = files.resolve(target, state.version)
     here, there = files.position(state.version), files.position(goal)
-    if (there > here and "up" not in allow) or (there < here and "down" not in allow):
+    if (only == "up" and there < here) or (only == "down" and there > here):
         raise InvalidOptionError(
-            f"from {state.version or 'base'} to {goal or 'base'} is no {allow}grade: use the other command"
+            f"from {state.version or 'base'} to {goal or 'base'} is not {only}: use the other command"
         )
     return goal
 
@@ -186,15 +195,15 @@ def _run(
 
     configure({**_VERSION_TABLE, "fn": steps}).run_migrations()
 
-    reapplied = list(files.repeatables) if goal == files.head else []
-    for repeatable in reapplied:
-        emit(repeatable.name, repeatable.text)
-        emit(
-            "record_object.sql", _filled("record_object", name=repeatable.name, checksum=repeatable.checksum)
-        )
+    reapplied = files.repeatables if goal == files.head else ()
+    for file in reapplied:
+        emit(file.name, file.text)
+        emit("record_object.sql", _filled("record_object", name=file.name, checksum=file.checksum))
     if goal is None:
         emit("drop_schema.sql", statement("drop_schema"))
-    return MigrationReport(state.version, goal, applied, [repeatable.name for repeatable in reapplied])
+    elif state.version is not None:
+        emit("restore_grants.sql", statement("restore_grants"))
+    return MigrationReport(state.version, goal, applied, [file.name for file in reapplied])
 
 
 def _filled(name: str, /, **values: str) -> str:
@@ -224,9 +233,7 @@ def _transaction(conninfo: str) -> Iterator[tuple[Connection, psycopg.Connection
                 _execute(raw, "begin.sql", statement("begin"))
                 yield connection, raw
         except DBAPIError as error:
-            raise QueenError(
-                f"the version table failed, the schema is as it was before: {error.orig}"
-            ) from error
+            raise QueenError(f"the migration failed, the schema is as it was before: {error.orig}") from error
 
 
 def _execute(raw: psycopg.Connection[Any], name: str, text: str) -> None:
@@ -236,6 +243,7 @@ def _execute(raw: psycopg.Connection[Any], name: str, text: str) -> None:
     except psycopg.Error as error:
         raise QueenError(f"{name} failed, the schema is as it was before: {error}") from error
     if raw.info.transaction_status != TransactionStatus.INTRANS:
+        # Too late to undo it; a file that does this does not get past its first test.
         raise QueenError(f"{name} ended the transaction; a migration must not contain COMMIT or ROLLBACK")
 
 
@@ -251,8 +259,10 @@ def _connect(conninfo: str) -> Iterator[psycopg.Connection[Any]]:
         raise InvalidOptionError(
             "the connection string cannot be parsed (not shown: it may hold a password)"
         ) from None
-    if "@" in str(parts.get("host", "")):
-        raise InvalidOptionError("the connection string's host contains '@': write it as %40 in the password")
+    if "://" in conninfo and "@" in f"{parts.get('host')}{parts.get('dbname')}":
+        raise InvalidOptionError(
+            "the connection string's host or database contains '@': in the password write @ as %40, / as %2F"
+        )
     try:
         raw = psycopg.connect(
             conninfo,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -43,17 +44,20 @@ def read_state(connection: psycopg.Connection[Any]) -> State:
     finally:
         if was_idle and connection.info.transaction_status != TransactionStatus.IDLE:
             connection.rollback()
-    return State(row[0], row[1] or {}) if row else State(None, {})
+    assert row is not None  # noqa: S101
+    version, objects = row
+    return State(version, json.loads(objects) if objects else {})
 
 
 def require_known(version: str | None, files: SchemaFiles) -> None:
     """Refuse a version that is not among the package's migrations."""
     if version is None or version in files.ids:
         return
-    kind = "newer" if version[:4] > files.head[:4] else "unknown"
+    newer = version[:4] > files.head[:4]
     raise SchemaVersionError(
-        f"the schema queen has version {version}, which is {kind} to this package: it needs {files.head};"
-        " install the airflow-provider-queen that made it, here or to downgrade the schema"
+        f"the schema queen has version {version}, {'newer than' if newer else 'unknown to'} this package,"
+        f" which needs {files.head}: install the airflow-provider-queen that made it, here or to go down to"
+        f" {files.head} with its Dag queen_migrate"
     )
 
 

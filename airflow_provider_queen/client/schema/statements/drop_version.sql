@@ -1,2 +1,3 @@
--- A schema without a revision has no version table: then a dry run may always create it.
+-- A schema without a revision has neither table: then a dry run may always create them.
 DROP TABLE IF EXISTS queen.alembic_version;
+DROP TABLE IF EXISTS queen.schema_objects;

@@ -1,0 +1,160 @@
+-- Subscriptions: which lanes a group reads, and where in each it begins.
+
+-- The record that holds for a lane: the most specific one. NULL where the group never subscribed to it.
+CREATE OR REPLACE FUNCTION queen.subscription_of(consumer_group text, queue queen.queues, partition text)
+RETURNS queen.consumer_groups_metadata
+LANGUAGE sql STABLE
+SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT s
+    FROM queen.consumer_groups_metadata AS s
+    WHERE
+        s.consumer_group = subscription_of.consumer_group
+        AND (s.queue_name IS NULL OR s.queue_name = queue.name)
+        AND (s.partition_name IS NULL OR s.partition_name = partition)
+        AND (s.namespace IS NULL OR s.namespace = queue.namespace)
+        AND (s.task IS NULL OR s.task = queue.task)
+    ORDER BY
+        s.partition_name IS NULL, s.queue_name IS NULL, s.namespace IS NULL OR s.task IS NULL, s.namespace IS NULL
+    LIMIT 1;
+$$;
+
+-- The seq after which a group begins to read a lane that it meets now.
+-- A lane that was not there yet when the group subscribed is read from its first message, whatever the clock said:
+-- its creator may have stamped messages before the subscription and committed after it.
+CREATE OR REPLACE FUNCTION queen.start_seq(
+    subscription queen.consumer_groups_metadata, lane queen.lanes, first_contact boolean
+)
+RETURNS bigint
+LANGUAGE plpgsql STABLE
+SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF subscription.subscription_mode IS NULL OR subscription.subscription_mode = 'all' THEN
+        RETURN lane.floor_seq;
+    ELSIF
+        NOT pg_visible_in_snapshot(lane.created_xid, subscription.subscription_snapshot)
+        AND subscription.subscription_timestamp <= subscription.created_at
+    THEN
+        RETURN lane.floor_seq;
+    ELSIF subscription.subscription_mode = 'new' AND first_contact THEN
+        RETURN queen.seq_before(lane.id, 'infinity');
+    END IF;
+    RETURN queen.seq_before(lane.id, subscription.subscription_timestamp);
+END
+$$;
+
+-- Records the group's first contact with a scope and gives it a row in consumers for each lane it does not know yet.
+--
+-- Nobody waits for anybody's open transaction here:
+--   discover | discover, same group   the second does without: the first is finding what there is. At a first contact
+--                                     it waits a tenth of a second, since without rows there is nothing to pop.
+--   discover | a push creates a lane  neither sees the other. The lane's creator has a higher transaction id than
+--                                     discovered_xid, the oldest one still running now, so a later pop finds it.
+--   discover | a push to a lane       the push cannot wake a row that it does not see, so no row begins as drained.
+--   discover | delete_queue           the queue's row: delete waits for us, or we find no queue.
+CREATE OR REPLACE FUNCTION queen.discover(
+    consumer_group text, queue_ids integer[], queue_name text, partition text, namespace text, task text,
+    subscription_mode text, subscription_from timestamptz
+)
+RETURNS void
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = OFF
+AS $$
+#variable_conflict use_column
+DECLARE
+    started CONSTANT timestamptz := clock_timestamp();
+    tries CONSTANT integer := 20;
+    first_contact boolean;
+    qid integer;
+    ended_xid xid8;
+    queue queen.queues;
+    known queen.queue_groups;
+    subscription queen.consumer_groups_metadata;
+    by_partition boolean;
+BEGIN
+    FOREACH qid IN ARRAY CASE WHEN discover.queue_ids = '{}' THEN '{0}' ELSE discover.queue_ids END LOOP
+        FOR i IN 1..tries LOOP
+            first_contact := NOT EXISTS (
+                SELECT 1 FROM queen.queue_groups AS g
+                WHERE g.queue_id = qid AND g.consumer_group = discover.consumer_group
+            );
+            EXIT WHEN pg_try_advisory_xact_lock(queen.discovery_lock(qid, discover.consumer_group));
+            IF NOT first_contact OR i = tries THEN
+                RETURN;
+            END IF;
+            PERFORM pg_sleep(0.005);
+        END LOOP;
+    END LOOP;
+
+    INSERT INTO queen.consumer_groups_metadata (
+        consumer_group, queue_name, partition_name, namespace, task, subscription_mode, subscription_timestamp
+    )
+    VALUES (
+        discover.consumer_group, discover.queue_name, discover.partition, discover.namespace, discover.task,
+        discover.subscription_mode,
+        CASE discover.subscription_mode
+            WHEN 'all' THEN '-infinity' WHEN 'new' THEN clock_timestamp() ELSE discover.subscription_from
+        END
+    )
+    ON CONFLICT DO NOTHING;
+    first_contact := FOUND;
+
+    FOREACH qid IN ARRAY discover.queue_ids LOOP
+        SELECT q.* INTO queue FROM queen.queues AS q WHERE q.id = qid FOR KEY SHARE;
+        CONTINUE WHEN NOT FOUND;
+        INSERT INTO queen.queue_groups (queue_id, consumer_group)
+        VALUES (qid, discover.consumer_group)
+        ON CONFLICT DO NOTHING;
+        SELECT g.* INTO known FROM queen.queue_groups AS g
+        WHERE g.queue_id = queue.id AND g.consumer_group = discover.consumer_group;
+        subscription := queen.subscription_of(discover.consumer_group, queue, NULL);
+        by_partition := EXISTS (
+            SELECT 1 FROM queen.consumer_groups_metadata AS s
+            WHERE
+                s.queue_name = queue.name AND s.consumer_group = discover.consumer_group
+                AND s.partition_name IS NOT NULL
+        );
+        -- Before the search: what ended later than this, and after the search has begun, stays to be found.
+        ended_xid := pg_snapshot_xmin(pg_current_snapshot());
+        INSERT INTO queen.consumers (lane_id, queue_id, priority, consumer_group, start_seq, ready_at)
+        SELECT
+            f.id, f.queue_id, f.priority, discover.consumer_group, f.start_seq,
+            -- Those with messages first, the oldest first of all; the others are looked at when nothing else is left.
+            coalesce(
+                (
+                    SELECT least(m.created_at, started) FROM queen.message_log AS m
+                    WHERE m.lane_id = f.id AND m.seq > f.start_seq ORDER BY m.seq LIMIT 1
+                ),
+                started
+            )
+        FROM (
+            SELECT
+                l.id, l.queue_id, l.priority,
+                CASE
+                    WHEN NOT by_partition AND coalesce(subscription.subscription_mode, 'all') = 'all' THEN l.floor_seq
+                    WHEN NOT by_partition THEN queen.start_seq(subscription, l, first_contact)
+                    ELSE queen.start_seq(
+                        queen.subscription_of(discover.consumer_group, queue, l.name), l, first_contact
+                    )
+                END AS start_seq
+            FROM queen.lanes AS l
+            WHERE
+                l.queue_id = queue.id
+                AND l.created_xid >= known.discovered_xid
+                AND (discover.partition IS NULL OR l.name = discover.partition)
+                AND NOT EXISTS (
+                    SELECT 1 FROM queen.consumers AS c
+                    WHERE c.lane_id = l.id AND c.consumer_group = discover.consumer_group
+                )
+        ) AS f
+        ON CONFLICT (lane_id, consumer_group) DO NOTHING;
+        IF discover.partition IS NULL AND known.discovered_xid < ended_xid THEN
+            UPDATE queen.queue_groups AS g
+            SET discovered_xid = ended_xid
+            WHERE g.queue_id = queue.id AND g.consumer_group = discover.consumer_group;
+        END IF;
+    END LOOP;
+END
+$$;
