@@ -51,4 +51,8 @@ class ConnectionLostError(DatabaseError):
 
 
 class TransactionConflictError(DatabaseError):
-    """A serialization failure or a deadlock: nothing was changed, and the whole transaction may be repeated."""
+    """A serialization failure or a deadlock: nothing was changed, the whole transaction may be repeated."""
+
+
+class ProcessingError(QueenError):
+    """A task could not process some of its messages; each of them was settled with its own error."""

@@ -20,8 +20,19 @@ def get_provider_info() -> dict[str, Any]:
         "integrations": [{"integration-name": _INTEGRATION, "tags": ["software"]}],
         "connection-types": [_connection_type()],
         # One line each; a module or class comes in here with the commit that brings it.
+        "cli": [f"{_PACKAGE}.cli.definition.get_queen_commands"],
+        "extra-links": [f"{_PACKAGE}.links.queen.QueenLink"],
         "hooks": _modules("hooks.queen"),
-        "operators": _modules("operators.spark"),
+        "notifications": [f"{_PACKAGE}.notifications.queen.QueenNotifier"],
+        "operators": _modules(
+            *("operators.admin", "operators.migrate", "operators.pop", "operators.push", "operators.spark")
+        ),
+        "queues": [f"{_PACKAGE}.queues.queen.QueenMessageQueueProvider"],
+        "sensors": _modules("sensors.backlog"),
+        "task-decorators": [
+            {"name": "queen", "class-name": f"{_PACKAGE}.decorators.queen.queen_task"},
+        ],
+        "triggers": _modules("triggers.backlog", "triggers.messages"),
     }
 
 

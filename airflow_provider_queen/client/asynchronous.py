@@ -223,6 +223,7 @@ class AsyncQueenClient(AsyncQueueMethods):
         raise problem
 
     async def _set_up(self, connection: psycopg.AsyncConnection[Any]) -> None:
+        await connection.set_isolation_level(self._target.isolation_level)
         if settings := self._target.session_settings:
             await connection.execute(*set_config(settings, local=False))
         if self._check_schema:

@@ -229,6 +229,7 @@ class QueenClient(QueueMethods):
         raise problem
 
     def _set_up(self, connection: psycopg.Connection[Any]) -> None:
+        connection.isolation_level = self._target.isolation_level
         if settings := self._target.session_settings:
             connection.execute(*set_config(settings, local=False))
         if self._check_schema:

@@ -24,7 +24,7 @@ MESSAGE_KEYS = frozenset({"payload", "partition", "transaction_id", "trace_id", 
 
 _LARGEST_INT = 2**31 - 1
 _CANONICAL_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
-# What is no JSON must not become any: no NaN. Text stays readable: no \\u escapes where UTF-8 does.
+# What is no JSON must not become any: no NaN. Text stays readable: no \u escapes where UTF-8 does.
 _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 

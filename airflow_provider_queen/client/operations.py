@@ -145,7 +145,7 @@ _LIST_QUEUES = _read("list_queues(%b)", _names(QueueInfo))
 _ENCRYPTION = _read("list_queues() WHERE name = %b", ("encryption_enabled",))
 # Every message has a transaction id: a second run stores nothing, and answers with what the first one stored.
 _PUSH = _function("push(%b, %b, %b, %b, %b::text[]::uuid[], %b, %b)", PushResult._fields, repeatable=True)
-_POP = _function("pop(%b, %b, %b, %b, %b, %b, %b, %b, %b, %b, %b)", Message.COLUMNS, writes=False)
+_POP = _function("pop(%b, %b, %b, %b, %b, %b, %b, %b, %b, %b, %b, %b)", Message.COLUMNS, writes=False)
 _SETTLE = _function(
     "settle(%b::text[]::uuid[], %b::text[]::int8multirange[], %b::text[]::int8multirange[],"
     " %b::text[]::int8multirange[], %b::text[]::int8multirange[], %b)",
@@ -307,6 +307,7 @@ class Operations:
             at_once,
             selection.namespace,
             selection.task,
+            self._in_transaction,
         )
         pop = Call(_POP, parameters)
         messages = yield from self._pop_once(pop)

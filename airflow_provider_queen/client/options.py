@@ -11,6 +11,8 @@ from typing import Any
 
 from airflow_provider_queen.exceptions import InvalidOptionError
 
+# Above read committed a call may meet what was committed after its snapshot: then the server answers 40001,
+# and the call is repeated.
 ISOLATION_LEVELS = ("read committed", "repeatable read", "serializable")
 _DURATION = re.compile(r"\d{1,9} ?(us|ms|s|min|h|d)?")
 

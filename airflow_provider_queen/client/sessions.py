@@ -80,10 +80,13 @@ class Target:
     @property
     def transaction_settings(self) -> Settings:
         """Set in each transaction, where the session cannot be set."""
-        if not self.options.transaction_pooler:
-            return ()
-        names = {"default_transaction_isolation": "transaction_isolation"}
-        return tuple((names.get(name, name), value) for name, value in self.options.settings)
+        return self.options.settings if self.options.transaction_pooler else ()
+
+    @property
+    def isolation_level(self) -> psycopg.IsolationLevel | None:
+        """For BEGIN: no statement can set it later."""
+        level = self.options.isolation_level
+        return None if level is None else psycopg.IsolationLevel[level.replace(" ", "_").upper()]
 
 
 def set_config(settings: Settings, *, local: bool) -> tuple[bytes, list[object]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from airflow_provider_queen.spark.connection import ConnectionInfo
+from airflow_provider_queen.spark.connection import ConnectionInfo, Keys
 from airflow_provider_queen.spark.datasource import QueenDataSource, register
 
-__all__ = ["ConnectionInfo", "QueenDataSource", "register"]
+__all__ = ["ConnectionInfo", "Keys", "QueenDataSource", "register"]

@@ -16,14 +16,17 @@ import psycopg
 from psycopg import pq, sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from airflow_provider_queen.exceptions import InvalidOptionError, QueenError, SchemaVersionError
+from airflow_provider_queen.client import Keyring
+from airflow_provider_queen.client.encryption import KEYS_VARIABLE
+from airflow_provider_queen.client.errors import translate
+from airflow_provider_queen.exceptions import (
+    DatabaseUnreachableError,
+    InvalidOptionError,
+    QueueNotFoundError,
+)
 
 DSN_VARIABLE = "QUEEN_DSN"
 CONNECT_TIMEOUT_SECONDS = 10
-
-
-class DatabaseUnreachableError(QueenError):
-    """No connection to the database could be opened; the message says where and why."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,39 @@ def call(
         sql.Identifier("queen", function),
         sql.SQL(", ").join([sql.Placeholder()] * len(arguments)),
     )
+    failure: psycopg.Error
     try:
         return connection.cursor(binary=True).execute(statement, arguments).fetchall()
-    except (
-        psycopg.errors.UndefinedFunction,
-        psycopg.errors.InvalidSchemaName,
-        psycopg.errors.UndefinedTable,
-    ):
-        raise SchemaVersionError(
-            f"the database {connection.info.dbname!r} lacks queen.{function}: run the Dag queen_migrate first"
-        ) from None
+    except psycopg.Error as error:
+        failure = error
+    # Outside of the except block: the driver's error may quote a payload, and would be attached.
+    raise translate(failure, connection_closed=connection.closed)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Encryption keys on their way to the executors; never prints one."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return "Keys(...)"
+
+    @classmethod
+    def from_environment(cls, required: bool = True) -> Keys | None:
+        """The keys in ``QUEEN_ENCRYPTION_KEYS``; None where there are none and none are required."""
+        text = os.environ.get(KEYS_VARIABLE)
+        if text is None and required:
+            raise InvalidOptionError(
+                f"no keys to encrypt or decrypt with: set {KEYS_VARIABLE} for the driver"
+            )
+        return cls(text) if text is not None else None
+
+    def keyring(self) -> Keyring:
+        return Keyring.parse(self.text)
+
+
+def check_queue(connection: psycopg.Connection[Any], queue_name: str | None) -> None:
+    """Tell a mistyped queue from an empty one."""
+    if queue_name is not None and not call(connection, "queue_exists", ["queue_exists"], queue_name)[0][0]:
+        raise QueueNotFoundError(f"there is no queue {queue_name!r}")

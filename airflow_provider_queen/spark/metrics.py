@@ -21,11 +21,11 @@ PRODUCERS = ""
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 RECORD_ROWS = 5_000
 
-MESSAGE_COLUMNS = ("partition_id", "seq", "queue_name", "created_at")
+MESSAGE_COLUMNS = ("lane_id", "seq", "queue_name", "created_at")
 DELIVERY_COLUMNS = (
     "queue_name",
     "consumer_group",
-    "partition_id",
+    "lane_id",
     "first_seq",
     "last_seq",
     "completed",
@@ -154,7 +154,7 @@ def latency(messages: DataFrame, deliveries: DataFrame, window: Window) -> DataF
     """End-to-end latency (push to settlement) of completed messages, per queue, group and bucket."""
     return (
         completed_messages(ended(deliveries, window))
-        .join(messages.select("partition_id", "seq", "created_at"), on=["partition_id", "seq"], how="inner")
+        .join(messages.select("lane_id", "seq", "created_at"), on=["lane_id", "seq"], how="inner")
         .withColumn("latency_ms", milliseconds("created_at", "ended_at"))
         .groupBy(*KEY)
         .agg(*percentiles("latency", "latency_ms"))

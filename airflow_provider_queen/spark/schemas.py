@@ -23,7 +23,7 @@ from airflow_provider_queen.exceptions import InvalidOptionError
 MESSAGES = StructType(
     [
         StructField("id", StringType()),
-        StructField("partition_id", LongType()),
+        StructField("lane_id", LongType()),
         StructField("seq", LongType()),
         StructField("queue_name", StringType()),
         StructField("partition_name", StringType()),
@@ -32,6 +32,8 @@ MESSAGES = StructType(
         StructField("trace_id", StringType()),
         StructField("payload", StringType()),
         StructField("is_encrypted", BooleanType()),
+        StructField("origin_transaction_id", StringType()),
+        StructField("requeued_from", StringType()),
         StructField("created_at", TimestampType()),
     ]
 )
@@ -43,7 +45,7 @@ DELIVERIES = StructType(
         StructField("partition_name", StringType()),
         StructField("priority", ShortType()),
         StructField("consumer_group", StringType()),
-        StructField("partition_id", LongType()),
+        StructField("lane_id", LongType()),
         StructField("first_seq", LongType()),
         StructField("last_seq", LongType()),
         StructField("completed", IntegerType()),
@@ -57,7 +59,55 @@ DELIVERIES = StructType(
     ]
 )
 
-TABLES = {"messages": MESSAGES, "deliveries": DELIVERIES}
+DEAD_LETTERS = StructType(
+    [
+        StructField("id", LongType()),
+        StructField("queue_name", StringType()),
+        StructField("partition_name", StringType()),
+        StructField("priority", ShortType()),
+        StructField("consumer_group", StringType()),
+        StructField("lane_id", LongType()),
+        StructField("seq", LongType()),
+        StructField("message_id", StringType()),
+        StructField("transaction_id", StringType()),
+        StructField("trace_id", StringType()),
+        StructField("payload", StringType()),
+        StructField("is_encrypted", BooleanType()),
+        StructField("origin_transaction_id", StringType()),
+        StructField("reason", StringType()),
+        StructField("error_message", StringType()),
+        StructField("retry_count", IntegerType()),
+        StructField("original_created_at", TimestampType()),
+        StructField("failed_at", TimestampType()),
+        StructField("requeued_at", TimestampType()),
+    ]
+)
+
+CONSUMERS = StructType(
+    [
+        StructField("queue_name", StringType()),
+        StructField("partition_name", StringType()),
+        StructField("priority", ShortType()),
+        StructField("consumer_group", StringType()),
+        StructField("lane_id", LongType()),
+        StructField("cursor", LongType()),
+        StructField("last_seq", LongType()),
+        StructField("pending", LongType()),
+        StructField("in_flight", LongType()),
+        StructField("lease_expires_at", TimestampType()),
+        StructField("popped_at", TimestampType()),
+        StructField("settled_at", TimestampType()),
+        StructField("total_completed", LongType()),
+        StructField("total_dropped", LongType()),
+    ]
+)
+
+TABLES = {
+    "messages": MESSAGES,
+    "deliveries": DELIVERIES,
+    "dead_letters": DEAD_LETTERS,
+    "consumers": CONSUMERS,
+}
 
 _ARROW: dict[DataType, pa.DataType] = {
     BooleanType(): pa.bool_(),

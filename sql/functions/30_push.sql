@@ -62,10 +62,142 @@ BEGIN
 END
 $$;
 
+-- The last seq of a lane and its time: the last row's, or the floor.
+CREATE OR REPLACE FUNCTION queen.tail_of(lane_id bigint)
+RETURNS queen.lane_tail
+LANGUAGE sql VOLATILE
+AS $$
+    SELECT coalesce(t.seq, l.floor_seq) AS seq, coalesce(t.created_at, l.floor_created_at) AS created_at
+    FROM queen.lanes AS l
+    LEFT JOIN LATERAL (
+        SELECT m.seq, m.created_at FROM queen.message_log AS m
+        WHERE m.lane_id = l.id ORDER BY m.seq DESC LIMIT 1
+    ) AS t ON TRUE
+    WHERE l.id = tail_of.lane_id;
+$$;
+
+-- For each message of a batch whether it is new, and its place: its own, or the first one's that it repeats.
+-- The caller holds the partitions' locks.
+CREATE OR REPLACE FUNCTION queen.place_messages(
+    lane_ids bigint[], transaction_ids text[], stamp timestamptz,
+    OUT is_new boolean[], OUT seqs bigint[], OUT home_lanes bigint[], OUT stamps timestamptz[], OUT ids text[],
+    OUT salts smallint[]
+)
+LANGUAGE sql VOLATILE
+AS $$
+    WITH input AS (
+        SELECT
+            u.position,
+            coalesce(u.lane_id, place_messages.lane_ids[1]) AS lane_id,
+            coalesce(u.id, gen_random_uuid()::text) COLLATE "C" AS id,
+            hashtextextended(u.id, coalesce(u.lane_id, place_messages.lane_ids[1]) / 10) AS id_hash
+        FROM unnest(place_messages.lane_ids, place_messages.transaction_ids)
+            WITH ORDINALITY AS u (lane_id, id, position)
+    ),
+
+    compared AS (
+        SELECT
+            i.*,
+            known.seq AS known_seq,
+            known.lane_id AS known_lane,
+            row_number() OVER (PARTITION BY i.lane_id ORDER BY i.position) AS place,
+            known.seq IS NULL AND row_number() OVER (PARTITION BY i.id_hash, i.id ORDER BY i.position) = 1 AS is_new,
+            -- Other ids with the same hash, stored and in this batch, take the salts before this one's.
+            nullif(
+                (
+                    SELECT count(*) FROM generate_series(0, 7) AS s (salt)
+                    INNER JOIN queen.message_log AS m
+                        ON (hashtextextended(m.transaction_id, m.lane_id / 10) # coalesce(m.id_salt, 0)::bigint)
+                        = i.id_hash # s.salt::bigint
+                ) + dense_rank() OVER (PARTITION BY i.id_hash ORDER BY i.id) - 1,
+                0
+            )::smallint AS salt
+        FROM input AS i
+        LEFT JOIN LATERAL (
+            SELECT m.seq, m.lane_id
+            FROM generate_series(0, 7) AS s (salt)
+            INNER JOIN queen.message_log AS m
+                ON (hashtextextended(m.transaction_id, m.lane_id / 10) # coalesce(m.id_salt, 0)::bigint)
+                = i.id_hash # s.salt::bigint
+            WHERE m.transaction_id = i.id AND m.lane_id / 10 = i.lane_id / 10
+            LIMIT 1
+        ) AS known ON TRUE
+    ),
+
+    -- The lane's end is looked up once per lane, at its first message.
+    tailed AS (
+        SELECT
+            c.*,
+            CASE WHEN c.place = 1 THEN queen.tail_of(c.lane_id) END AS tail
+        FROM compared AS c
+    ),
+
+    numbered AS (
+        SELECT
+            t.*,
+            max((t.tail).seq) OVER (PARTITION BY t.lane_id)
+            + count(*) FILTER (WHERE t.is_new) OVER (PARTITION BY t.lane_id ORDER BY t.position) AS new_seq,
+            greatest(place_messages.stamp, max((t.tail).created_at) OVER (PARTITION BY t.lane_id)) AS new_stamp
+        FROM tailed AS t
+    ),
+
+    -- Of two in this batch the second answers with the first one's place.
+    placed AS (
+        SELECT
+            n.position,
+            n.id,
+            n.is_new,
+            n.new_stamp,
+            n.salt,
+            coalesce(n.known_seq, first_value(n.new_seq) OVER twins) AS seq,
+            coalesce(n.known_lane, first_value(n.lane_id) OVER twins) AS home_lane
+        FROM numbered AS n
+        WINDOW twins AS (PARTITION BY n.id_hash, n.id ORDER BY n.position)
+    )
+
+    SELECT
+        array_agg(p.is_new ORDER BY p.position),
+        array_agg(p.seq ORDER BY p.position),
+        array_agg(p.home_lane ORDER BY p.position),
+        array_agg(p.new_stamp ORDER BY p.position),
+        array_agg(p.id ORDER BY p.position),
+        CASE WHEN count(p.salt) > 0 THEN array_agg(p.salt ORDER BY p.position) END
+    FROM placed AS p;
+$$;
+
+-- The same where nothing is repeated, as far as anybody knows: the next place in each message's lane.
+CREATE OR REPLACE FUNCTION queen.next_places(
+    lane_ids bigint[], stamp timestamptz, OUT seqs bigint[], OUT stamps timestamptz[]
+)
+LANGUAGE sql VOLATILE
+AS $$
+    SELECT
+        array_agg(b.last_seq + b.place ORDER BY b.position),
+        array_agg(greatest(next_places.stamp, b.last_at) ORDER BY b.position)
+    FROM (
+        SELECT
+            a.position,
+            a.place,
+            max((a.tail).seq) OVER (PARTITION BY a.lane_id) AS last_seq,
+            max((a.tail).created_at) OVER (PARTITION BY a.lane_id) AS last_at
+        FROM (
+            SELECT
+                u.lane_id,
+                u.position,
+                u.place,
+                CASE WHEN u.place = 1 THEN queen.tail_of(u.lane_id) END AS tail
+            FROM (
+                SELECT x.*, row_number() OVER (PARTITION BY x.lane_id ORDER BY x.position) AS place
+                FROM unnest(next_places.lane_ids) WITH ORDINALITY AS x (lane_id, position)
+            ) AS u
+        ) AS a
+    ) AS b;
+$$;
+
 -- Stores messages, in order, and answers in input order: queued, or duplicate with the first one's id and seq.
 --
 -- partitions, priorities and trace_ids are NULL, or hold one value for all messages, or one for each;
--- transaction_ids are NULL or one for each (a NULL among them gets a random id).
+-- transaction_ids are NULL or one for each (a NULL among them becomes the message's id).
 -- origin_transaction_ids and requeued_from are for messages that come back from the dead letters or from an archive.
 --
 -- Interleavings:
@@ -78,6 +210,8 @@ $$;
 --   push | first contact of group   the group's row is not visible to us: it starts as ready, never as drained.
 --   push | delete_queue             delete waits for us, or we wait for it and find no queue.
 --   push | push, max_queue_size     the capacity lock lets one after the other count.
+-- In repeatable read and above the snapshot is older than the locks: whatever came between is refused as 40001, by the
+-- unique indexes for messages, by the row locks for consumers.
 CREATE OR REPLACE FUNCTION queen.push(
     queue_name text,
     payloads text[],
@@ -109,14 +243,21 @@ DECLARE
     ids text[] := push.transaction_ids;
     spread boolean;
     queue queen.queues;
-    lane_ids bigint[];   -- of each message
-    locked bigint[];     -- the partitions, ascending
+    lane_ids bigint[]; -- the one lane, or of each message
+    huge boolean := FALSE;
+    repeated boolean := FALSE;
+    -- One partition and nothing repeated: seqs run on from here, at one time ...
+    tail_seq bigint;
+    pushed_at timestamptz;
+    fresh bigint := n;
+    -- ... else of each message: whether it is new, and where it is; of a duplicate, where the first one is.
     is_new boolean[];
     seqs bigint[];
-    home_lanes bigint[]; -- where each message is: of a duplicate, the first one's lane
+    home_lanes bigint[];
     stamps timestamptz[];
+    salts smallint[];
+    one_trace CONSTANT uuid := CASE WHEN cardinality(push.trace_ids) = 1 THEN push.trace_ids[1] END;
     created boolean := FALSE;
-    stamp timestamptz;
     depth_before bigint;
     woken integer;
 BEGIN
@@ -132,7 +273,7 @@ BEGIN
     spread := cardinality(names) > 1 OR cardinality(ranks) > 1;
     IF cardinality(names) > many_partitions AND (SELECT count(DISTINCT x) FROM unnest(names) AS x) > many_partitions THEN
         PERFORM pg_advisory_xact_lock(queen.queue_lock(push.queue_name));
-        locked := '{}';
+        huge := TRUE;
     ELSE
         PERFORM pg_advisory_xact_lock_shared(queen.queue_lock(push.queue_name));
     END IF;
@@ -140,6 +281,16 @@ BEGIN
     SELECT q.* INTO queue FROM queen.queues AS q WHERE q.name = push.queue_name;
     IF NOT FOUND THEN
         PERFORM queen.raise_unknown_queue(push.queue_name);
+    END IF;
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        -- Our snapshot may be older than the locks. Locking a row that was changed or deleted since is refused, 40001.
+        PERFORM 1 FROM queen.queues AS q WHERE q.id = queue.id FOR KEY SHARE;
+        IF queue.max_queue_size > 0 THEN
+            PERFORM queen.raise_invalid(format(
+                'queue %L has a max_queue_size, which is counted in read committed, not in %s', queue.name,
+                current_setting('transaction_isolation')
+            ));
+        END IF;
     END IF;
     IF queue.encryption_enabled <> push.is_encrypted AND push.requeued_from IS NULL THEN
         RAISE EXCEPTION USING
@@ -152,11 +303,12 @@ BEGIN
     PERFORM queen.check_push(queue, payloads, names, ids, ranks);
 
     IF NOT spread THEN
-        SELECT array_fill(l.id, ARRAY[n]) INTO lane_ids
+        SELECT ARRAY[l.id] INTO lane_ids
         FROM queen.lanes AS l
         WHERE l.queue_id = queue.id AND l.name = names[1] AND l.priority = ranks[1];
     END IF;
     IF lane_ids IS NULL THEN
+        spread := n > 1;
         names := CASE WHEN cardinality(names) = 1 THEN array_fill(names[1], ARRAY[n]) ELSE names END;
         ranks := CASE WHEN cardinality(ranks) = 1 THEN array_fill(ranks[1], ARRAY[n]) ELSE ranks END;
         SELECT array_agg(coalesce(x.name, 'Default') ORDER BY x.position) INTO names
@@ -186,7 +338,7 @@ BEGIN
     END IF;
     IF NOT spread THEN
         PERFORM pg_advisory_xact_lock(queen.partition_lock(lane_ids[1] / 10));
-    ELSIF locked IS NULL THEN
+    ELSIF NOT huge THEN
         PERFORM pg_advisory_xact_lock(queen.partition_lock(p.id))
         FROM (SELECT DISTINCT x.id / 10 AS id FROM unnest(lane_ids) AS x (id) ORDER BY 1) AS p;
     END IF;
@@ -195,137 +347,89 @@ BEGIN
         depth_before := queen.largest_backlog(queue.id);
     END IF;
 
-    -- The first statement that reads messages: its snapshot is taken after the locks.
-    stamp := clock_timestamp();
-    IF spread OR ids IS NOT NULL THEN
-        SELECT
-            array_agg(d.is_new ORDER BY d.position),
-            array_agg(d.seq ORDER BY d.position),
-            array_agg(d.home_lane ORDER BY d.position),
-            array_agg(d.stamp ORDER BY d.position),
-            array_agg(d.id ORDER BY d.position)
-        INTO is_new, seqs, home_lanes, stamps, ids
-        FROM (
+    -- From here on messages are read: after the locks, in snapshots that see all earlier pushes to these partitions.
+    -- First all of them are taken for new; the unique index on transaction ids knows better.
+    pushed_at := clock_timestamp();
+    repeated := ids[1] IS NOT NULL AND EXISTS (
+        SELECT 1 FROM queen.message_log AS m
+        WHERE
+            (hashtextextended(m.transaction_id, m.lane_id / 10) # coalesce(m.id_salt, 0)::bigint)
+            = hashtextextended(ids[1], lane_ids[1] / 10)
+    );
+    LOOP
+        IF repeated THEN
+            SELECT d.* INTO is_new, seqs, home_lanes, stamps, ids, salts
+            FROM queen.place_messages(lane_ids, ids, pushed_at) AS d;
+            fresh := coalesce(cardinality(array_positions(is_new, TRUE)), 0);
+        ELSIF spread THEN
+            SELECT d.seqs, d.stamps INTO seqs, stamps FROM queen.next_places(lane_ids, pushed_at) AS d;
+            home_lanes := lane_ids;
+        ELSE
+            SELECT t.seq, greatest(pushed_at, t.created_at) INTO tail_seq, pushed_at
+            FROM queen.tail_of(lane_ids[1]) AS t;
+        END IF;
+        IF ids IS NULL OR array_position(ids, NULL) IS NOT NULL THEN
+            -- A message without an id of the producer's has its own, as text.
+            ids := ARRAY(
+                SELECT coalesce(
+                    x.id,
+                    queen.message_id(coalesce(x.lane_id, lane_ids[1]), coalesce(x.seq, tail_seq + x.position))::text
+                )
+                FROM unnest(ids, home_lanes, seqs, push.payloads)
+                    WITH ORDINALITY AS x (id, lane_id, seq, payload, position)
+                ORDER BY x.position
+            );
+        END IF;
+        BEGIN
+            INSERT INTO queen.message_log (
+                lane_id, seq, created_at, trace_id, is_encrypted, transaction_id, payload, requeued_from,
+                origin_transaction_id, id_salt
+            )
             SELECT
-                c.position,
-                c.id,
-                c.is_new,
-                c.stamp,
-                -- Of two in this batch the second answers with the first one's place.
-                coalesce(c.known_seq, first_value(c.new_seq) OVER twins) AS seq,
-                coalesce(c.known_lane, first_value(c.lane_id) OVER twins) AS home_lane
-            FROM (
-                SELECT
-                    b.*,
-                    max(b.tail_seq) OVER (PARTITION BY b.lane_id)
-                    + count(*) FILTER (WHERE b.is_new) OVER (PARTITION BY b.lane_id ORDER BY b.position) AS new_seq,
-                    greatest(push_stamp.at, max(b.tail_at) OVER (PARTITION BY b.lane_id)) AS stamp
-                FROM (
-                    SELECT
-                        a.*,
-                        a.known_seq IS NULL AND a.twin = 1 AS is_new,
-                        -- The lane's end is looked up once per lane, at its first message.
-                        CASE WHEN a.place = 1 THEN coalesce(
-                            (
-                                SELECT m.seq FROM queen.message_log AS m
-                                WHERE m.lane_id = a.lane_id ORDER BY m.seq DESC LIMIT 1
-                            ),
-                            (SELECT l.floor_seq FROM queen.lanes AS l WHERE l.id = a.lane_id)
-                        ) END AS tail_seq,
-                        CASE WHEN a.place = 1 THEN coalesce(
-                            (
-                                SELECT m.created_at FROM queen.message_log AS m
-                                WHERE m.lane_id = a.lane_id ORDER BY m.seq DESC LIMIT 1
-                            ),
-                            (SELECT l.floor_created_at FROM queen.lanes AS l WHERE l.id = a.lane_id)
-                        ) END AS tail_at
-                    FROM (
-                        SELECT
-                            i.*,
-                            known.seq AS known_seq,
-                            known.lane_id AS known_lane,
-                            row_number() OVER (PARTITION BY i.id_hash, i.id ORDER BY i.position) AS twin,
-                            row_number() OVER (PARTITION BY i.lane_id ORDER BY i.position) AS place
-                        FROM (
-                            SELECT
-                                u.position,
-                                u.lane_id,
-                                coalesce(u.id, gen_random_uuid()::text) COLLATE "C" AS id,
-                                hashtextextended(u.id, u.lane_id / 10) AS id_hash
-                            FROM unnest(lane_ids, ids) WITH ORDINALITY AS u (lane_id, id, position)
-                        ) AS i
-                        LEFT JOIN LATERAL (
-                            SELECT m.seq, m.lane_id
-                            FROM queen.message_log AS m
-                            WHERE
-                                hashtextextended(m.transaction_id, m.lane_id / 10) = i.id_hash
-                                AND m.transaction_id = i.id
-                                AND m.lane_id / 10 = i.lane_id / 10
-                            LIMIT 1
-                        ) AS known ON TRUE
-                    ) AS a
-                ) AS b
-                CROSS JOIN (SELECT stamp AS at) AS push_stamp
-            ) AS c
-            WINDOW twins AS (PARTITION BY c.id_hash, c.id ORDER BY c.position)
-        ) AS d;
-    ELSE
-        -- One lane and ids of our own making: nothing can be a duplicate.
-        SELECT
-            array_agg(TRUE),
-            array_agg(e.tail_seq + g.i),
-            lane_ids,
-            array_fill(greatest(stamp, e.tail_at), ARRAY[n]),
-            array_agg(gen_random_uuid()::text)
-        INTO is_new, seqs, home_lanes, stamps, ids
-        FROM (
-            SELECT coalesce(t.seq, l.floor_seq) AS tail_seq, coalesce(t.created_at, l.floor_created_at) AS tail_at
-            FROM queen.lanes AS l
-            LEFT JOIN LATERAL (
-                SELECT m.seq, m.created_at FROM queen.message_log AS m
-                WHERE m.lane_id = l.id ORDER BY m.seq DESC LIMIT 1
-            ) AS t ON TRUE
-            WHERE l.id = lane_ids[1]
-        ) AS e
-        CROSS JOIN generate_series(1, n) AS g (i)
-        GROUP BY e.tail_at;
-    END IF;
+                coalesce(u.lane_id, lane_ids[1]),
+                coalesce(u.seq, tail_seq + u.position),
+                coalesce(u.stamp, pushed_at),
+                coalesce(u.trace_id, one_trace),
+                push.is_encrypted,
+                u.id,
+                u.payload::json,
+                u.requeued_from,
+                u.origin_id,
+                u.salt
+            FROM unnest(
+                home_lanes, seqs, stamps, push.trace_ids, ids, push.payloads, is_new, push.requeued_from,
+                push.origin_transaction_ids, salts
+            ) WITH ORDINALITY
+                AS u (lane_id, seq, stamp, trace_id, id, payload, is_new, requeued_from, origin_id, salt, position)
+            WHERE u.is_new IS NOT FALSE;
+            EXIT;
+        EXCEPTION
+            WHEN unique_violation THEN
+                -- A second time only where our snapshot is older than the lock: repeatable read and above.
+                IF repeated THEN
+                    RAISE EXCEPTION USING
+                        ERRCODE = 'serialization_failure', MESSAGE = 'messages were pushed since this transaction began';
+                END IF;
+                repeated := TRUE;
+        END;
+    END LOOP;
 
-    IF
-        queue.max_queue_size > 0
-        AND depth_before + coalesce(cardinality(array_positions(is_new, TRUE)), 0) > queue.max_queue_size
-        AND TRUE = ANY (is_new)
-    THEN
+    IF queue.max_queue_size > 0 AND fresh > 0 AND depth_before + fresh > queue.max_queue_size THEN
         RAISE EXCEPTION USING
             ERRCODE = 'QN002',
             MESSAGE = format(
                 'queue %L holds %s of at most %s messages; %s more do not fit, nothing was stored',
-                queue.name, depth_before, queue.max_queue_size, cardinality(array_positions(is_new, TRUE))
+                queue.name, depth_before, queue.max_queue_size, fresh
             );
     END IF;
 
-    INSERT INTO queen.message_log (
-        lane_id, seq, created_at, trace_id, is_encrypted, transaction_id, payload, requeued_from, origin_transaction_id
-    )
-    SELECT
-        u.lane_id,
-        u.seq,
-        u.stamp,
-        CASE WHEN cardinality(push.trace_ids) = 1 THEN push.trace_ids[1] ELSE u.trace_id END,
-        push.is_encrypted,
-        u.id,
-        u.payload::json,
-        u.requeued_from,
-        u.origin_id
-    FROM unnest(
-        lane_ids, seqs, stamps, push.trace_ids, ids, push.payloads, is_new, push.requeued_from,
-        push.origin_transaction_ids
-    ) AS u (lane_id, seq, stamp, trace_id, id, payload, is_new, requeued_from, origin_id)
-    WHERE u.is_new;
-
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        -- What our snapshot shows as ready may have been called drained since: the same refusal.
+        PERFORM 1 FROM queen.consumers AS c WHERE c.lane_id = ANY (lane_ids) ORDER BY c.id FOR UPDATE;
+    END IF;
     -- Drained groups of these lanes have messages again. Rows that are not drained are not touched.
     UPDATE queen.consumers AS c
-    SET ready_at = stamp + make_interval(secs => queue.delayed_processing)
+    SET ready_at = pushed_at + make_interval(secs => queue.delayed_processing)
     FROM (
         SELECT d.id
         FROM queen.consumers AS d
@@ -342,12 +446,12 @@ BEGIN
 
     RETURN QUERY
     SELECT
-        CASE WHEN u.is_new THEN 'queued' ELSE 'duplicate' END,
-        queen.message_id(u.lane_id, u.seq),
+        CASE WHEN u.is_new IS NOT FALSE THEN 'queued' ELSE 'duplicate' END,
+        queen.message_id(coalesce(u.lane_id, lane_ids[1]), coalesce(u.seq, tail_seq + u.position)),
         u.id,
         coalesce(u.name, names[1]),
-        u.seq,
-        (u.lane_id % 10)::smallint
-    FROM unnest(is_new, home_lanes, seqs, ids, names) AS u (is_new, lane_id, seq, id, name);
+        coalesce(u.seq, tail_seq + u.position),
+        (coalesce(u.lane_id, lane_ids[1]) % 10)::smallint
+    FROM unnest(ids, is_new, home_lanes, seqs, names) WITH ORDINALITY AS u (id, is_new, lane_id, seq, name, position);
 END
 $$;

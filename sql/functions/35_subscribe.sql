@@ -55,7 +55,7 @@ $$;
 --   discover | delete_queue           the queue's row: delete waits for us, or we find no queue.
 CREATE OR REPLACE FUNCTION queen.discover(
     consumer_group text, queue_ids integer[], queue_name text, partition text, namespace text, task text,
-    subscription_mode text, subscription_from timestamptz
+    subscription_mode text, subscription_from timestamptz, ready_since timestamptz
 )
 RETURNS void
 LANGUAGE plpgsql
@@ -64,7 +64,6 @@ SET enable_seqscan = OFF
 AS $$
 #variable_conflict use_column
 DECLARE
-    started CONSTANT timestamptz := clock_timestamp();
     tries CONSTANT integer := 20;
     first_contact boolean;
     qid integer;
@@ -109,6 +108,12 @@ BEGIN
         ON CONFLICT DO NOTHING;
         SELECT g.* INTO known FROM queen.queue_groups AS g
         WHERE g.queue_id = queue.id AND g.consumer_group = discover.consumer_group;
+        IF known.discovered_xid > pg_snapshot_xmax(pg_current_snapshot()) THEN
+            -- A restored dump: these transaction ids are another cluster's. All its lanes are old ones here.
+            UPDATE queen.lanes AS l SET created_xid = '3'
+            WHERE l.queue_id = queue.id AND l.created_xid > pg_snapshot_xmax(pg_current_snapshot());
+            known.discovered_xid := '0';
+        END IF;
         subscription := queen.subscription_of(discover.consumer_group, queue, NULL);
         by_partition := EXISTS (
             SELECT 1 FROM queen.consumer_groups_metadata AS s
@@ -124,10 +129,10 @@ BEGIN
             -- Those with messages first, the oldest first of all; the others are looked at when nothing else is left.
             coalesce(
                 (
-                    SELECT least(m.created_at, started) FROM queen.message_log AS m
+                    SELECT least(m.created_at, discover.ready_since) FROM queen.message_log AS m
                     WHERE m.lane_id = f.id AND m.seq > f.start_seq ORDER BY m.seq LIMIT 1
                 ),
-                started
+                discover.ready_since
             )
         FROM (
             SELECT

@@ -99,17 +99,20 @@ SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     now_at CONSTANT timestamptz := clock_timestamp();
-    count_held CONSTANT bigint := queen.size(state.held);
+    -- What retention has removed meanwhile cannot come again.
+    held CONSTANT int8multirange := queen.beyond(
+        (SELECT l.floor_seq FROM queen.lanes AS l WHERE l.id = consumer.lane_id), state.held
+    );
     next_state queen.consumer_states := state;
     queue queen.queues;
     failures record;
 BEGIN
     SELECT q.* INTO queue FROM queen.queues AS q WHERE q.id = consumer.queue_id;
     SELECT * INTO failures FROM queen.count_failures(
-        consumer.id, state.held, queue.retry_limit, format('the lease of attempt %s ran out', state.attempt)
+        consumer.id, held, queue.retry_limit, format('the lease of attempt %s ran out', state.attempt)
     );
     next_state.redelivering := state.redelivering + failures.added;
-    IF count_held = 1 AND NOT isempty(failures.exhausted) THEN
+    IF queen.size(state.held) = 1 AND NOT isempty(failures.exhausted) THEN
         IF queue.dlq_after_max_retries THEN
             PERFORM queen.bury(consumer, failures.exhausted, 'expired', NULL);
         ELSE
@@ -121,14 +124,14 @@ BEGIN
         next_state.cursor := queen.fold(state.cursor, next_state.ahead);
         next_state.ahead := queen.beyond(next_state.cursor, next_state.ahead);
     END IF;
-    next_state.suspect_through := greatest(state.suspect_through, upper(state.held) - 1);
+    next_state.suspect_through := greatest(state.suspect_through, upper(held) - 1);
     INSERT INTO queen.deliveries (
         lane_id, first_seq, last_seq, popped_at, ended_at, completed, failed, rejected, released, expired, attempt,
         priority, queue_name, partition_name, consumer_group
     )
     SELECT
         l.id, state.first_seq, state.last_seq, state.popped_at, now_at, state.completed, state.failed,
-        state.rejected, state.released, count_held, state.attempt, l.priority, queue.name, l.name,
+        state.rejected, state.released, queen.size(state.held), state.attempt, l.priority, queue.name, l.name,
         consumer.consumer_group
     FROM queen.lanes AS l WHERE l.id = consumer.lane_id;
     PERFORM queen.replace_state(state, queen.without_lease(next_state));
@@ -163,7 +166,7 @@ SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     new_state.gen := old_state.gen + 1;
-    INSERT INTO queen.consumer_states SELECT new_state.*;
+    INSERT INTO queen.consumer_states SELECT new_state.* ON CONFLICT (consumer_id, gen) DO NOTHING;
     DELETE FROM queen.consumer_states AS s WHERE s.consumer_id = old_state.consumer_id AND s.gen = old_state.gen;
 END
 $$;
@@ -248,8 +251,7 @@ END
 $$;
 
 -- Whether nothing is pending and no push can be under way that would not see ready_at NULL.
--- Under the partition's lock no push is. It is only tried for: a push that holds it is about to commit messages. And only
--- in a statement that is its own transaction: in a longer one the lock would stop producers until its end.
+-- Under the partition's lock no push is. It is only tried for: a push that holds it is about to commit messages.
 -- False means: leave the lane as it is, the next pop looks again.
 CREATE OR REPLACE FUNCTION queen.is_drained(
     queue_name text, lane_id bigint, from_seq bigint, ahead int8multirange
@@ -261,9 +263,7 @@ DECLARE
     last_seq bigint;
 BEGIN
     IF
-        statement_timestamp() <> transaction_timestamp()
-        OR current_setting('transaction_isolation') <> 'read committed'
-        OR NOT pg_try_advisory_xact_lock_shared(queen.queue_lock(is_drained.queue_name))
+        NOT pg_try_advisory_xact_lock_shared(queen.queue_lock(is_drained.queue_name))
         OR NOT pg_try_advisory_xact_lock(queen.partition_lock(is_drained.lane_id / 10))
     THEN
         RETURN FALSE;
@@ -283,7 +283,10 @@ $$;
 --   pop | settle              settle waits for the row, or pop skips it. A lease that ran out belongs to who comes first.
 --   pop | push                no common lock, but for calling a lane drained: see queen.drained_until.
 --   pop | seek, retention     as settle: they lock the row.
--- In repeatable read and above both may read the same state; the primary key of consumer_states lets one commit.
+-- in_transaction says that the caller's transaction goes on: then no lane is called drained, for that holds the partition's
+-- lock, and producers would wait for the transaction's end.
+-- In repeatable read and above both may read the same state; the primary key of consumer_states lets one commit, the other
+-- gets 40001. There nothing is parked either: what we see of a lane may be over.
 CREATE OR REPLACE FUNCTION queen.pop(
     queue_name text DEFAULT NULL,
     partition text DEFAULT NULL,
@@ -295,7 +298,8 @@ CREATE OR REPLACE FUNCTION queen.pop(
     subscription_from timestamptz DEFAULT NULL,
     auto_ack boolean DEFAULT FALSE,
     namespace text DEFAULT NULL,
-    task text DEFAULT NULL
+    task text DEFAULT NULL,
+    in_transaction boolean DEFAULT FALSE
 )
 RETURNS SETOF queen.popped_message
 LANGUAGE plpgsql
@@ -310,11 +314,14 @@ AS $$
 #variable_conflict use_column
 DECLARE
     now_at CONSTANT timestamptz := clock_timestamp();
+    may_park CONSTANT boolean := current_setting('transaction_isolation') = 'read committed';
+    may_drain CONSTANT boolean := may_park AND NOT pop.in_transaction;
     evict_rows CONSTANT integer := 10000;
     reader CONSTANT text := coalesce(pop.consumer_group, '__QUEUE_MODE__');
     queue_ids integer[];
     is_known boolean;
     wanted integer := pop.max_partitions;
+    claim_size integer := pop.max_partitions;
     budget bigint := pop.batch_size;
     claimed bigint[];
     again bigint[];
@@ -398,6 +405,7 @@ BEGIN
                         SELECT 1 FROM queen.lanes AS l
                         WHERE l.queue_id = x.id AND l.created_xid >= g.discovered_xid
                     )
+                    OR g.discovered_xid > pg_snapshot_xmax(pg_current_snapshot()) -- of another cluster: see discover
             )
         INTO is_known;
     ELSE
@@ -425,7 +433,7 @@ BEGIN
     IF NOT is_known THEN
         PERFORM queen.discover(
             reader, queue_ids, pop.queue_name, pop.partition, pop.namespace, pop.task, pop.subscription_mode,
-            pop.subscription_from
+            pop.subscription_from, now_at
         );
     END IF;
 
@@ -448,10 +456,10 @@ BEGIN
                         r.queue_id = o.queue_id AND r.consumer_group = reader AND r.priority = o.priority
                         AND r.ready_at <= now_at AND r.id <> ALL (done_with)
                     ORDER BY r.ready_at
-                    LIMIT wanted
+                    LIMIT claim_size
                     FOR UPDATE SKIP LOCKED
                 ) AS c
-                LIMIT wanted
+                LIMIT claim_size
             ) AS k;
         ELSE
             SELECT array_agg(k.id) INTO claimed
@@ -528,7 +536,7 @@ BEGIN
                 end_seq := lane.tail_seq;
                 available := end_seq - from_seq - queen.size(new_state.ahead);
                 IF available IS NULL OR available <= 0 THEN
-                    IF queen.is_drained(lane.queue_name, lane.lane_id, from_seq, new_state.ahead) THEN
+                    IF may_drain AND queen.is_drained(lane.queue_name, lane.lane_id, from_seq, new_state.ahead) THEN
                         parked := parked || lane.id;
                         parked_until := array_append(parked_until, NULL);
                     ELSE
@@ -569,7 +577,7 @@ BEGIN
                     END IF;
                 END IF;
 
-                CONTINUE WHEN budget <= 0;
+                CONTINUE WHEN budget <= 0 OR wanted <= 0;
                 take := least(available, budget);
                 IF new_state.suspect_through > from_seq THEN
                     take := 1;
@@ -593,6 +601,9 @@ BEGIN
                 new_state.popped_at := now_at;
                 new_state.attempt := 1;
                 IF new_state.redelivering > 0 THEN
+                    -- Retention may have passed messages that had failed.
+                    new_state.redelivering := new_state.redelivering
+                        - queen.forget_failures(lane.id, int8multirange(int8range(NULL, from_seq, '[]')));
                     SELECT coalesce(max(r.failures), 0) + 1 INTO new_state.attempt
                     FROM queen.redeliveries AS r
                     WHERE r.consumer_id = new_state.consumer_id AND span @> r.seq;
@@ -623,7 +634,11 @@ BEGIN
             claimed := again;
         END LOOP;
 
-        IF cardinality(parked) > 0 THEN
+        -- Many lanes that looked ready and are not (a new group on many empty partitions): fewer and larger rounds.
+        claim_size := least(claim_size * 2, 1000);
+        IF NOT may_park THEN
+            done_with := done_with || parked;
+        ELSIF cardinality(parked) > 0 THEN
             UPDATE queen.consumers AS c
             SET ready_at = p.until
             FROM unnest(parked, parked_until) AS p (id, until)
@@ -646,7 +661,8 @@ BEGIN
         CROSS JOIN LATERAL (SELECT (new_states[x.position]).*) AS s;
         SELECT array_agg(queen.without_lease(s)) INTO new_states FROM unnest(new_states) AS s;
     END IF;
-    INSERT INTO queen.consumer_states SELECT s.* FROM unnest(new_states) AS s;
+    INSERT INTO queen.consumer_states SELECT s.* FROM unnest(new_states) AS s
+    ON CONFLICT (consumer_id, gen) DO NOTHING; -- happens, as 40001, in repeatable read and above only
     DELETE FROM queen.consumer_states AS s
     USING unnest(new_states) AS n
     WHERE s.consumer_id = n.consumer_id AND s.gen = n.gen - 1;

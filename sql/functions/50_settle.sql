@@ -186,7 +186,8 @@ BEGIN
         new_states := new_states || new_state;
     END LOOP;
 
-    INSERT INTO queen.consumer_states SELECT n.* FROM unnest(new_states) AS n;
+    INSERT INTO queen.consumer_states SELECT n.* FROM unnest(new_states) AS n
+    ON CONFLICT (consumer_id, gen) DO NOTHING; -- happens, as 40001, in repeatable read and above only
     DELETE FROM queen.consumer_states AS s
     USING unnest(new_states) AS n
     WHERE s.consumer_id = n.consumer_id AND s.gen = n.gen - 1;

@@ -70,7 +70,9 @@ BEGIN
         ) AS t ON TRUE
         WHERE
             q.id = group_backlog.queue_id
-            AND l.created_xid >= coalesce(known.discovered_xid, '0')
+            AND l.created_xid >= CASE
+                WHEN known.discovered_xid <= pg_snapshot_xmax(pg_current_snapshot()) THEN known.discovered_xid ELSE '0'
+            END
             AND NOT EXISTS (
                 SELECT 1 FROM queen.consumers AS c
                 WHERE c.lane_id = l.id AND c.consumer_group = group_backlog.consumer_group
@@ -122,7 +124,10 @@ BEGIN
         coalesce(sum(b.pending), 0)::bigint,
         coalesce(sum(b.in_flight), 0)::bigint,
         coalesce(sum(b.dead_letters), 0)::bigint,
-        greatest(extract(EPOCH FROM clock_timestamp() - min(b.oldest)), 0)::double precision
+        CASE
+            WHEN min(b.oldest) IS NOT NULL
+                THEN greatest(extract(EPOCH FROM clock_timestamp() - min(b.oldest)), 0)::double precision
+        END
     FROM queen.queues AS q
     CROSS JOIN LATERAL (
         SELECT

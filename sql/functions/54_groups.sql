@@ -27,7 +27,7 @@ BEGIN
         ));
     END IF;
     PERFORM queen.check_name('consumer group', reader);
-    PERFORM queen.discover(reader, ARRAY[qid], seek.queue_name, seek.partition, NULL, NULL, 'all', NULL);
+    PERFORM queen.discover(reader, ARRAY[qid], seek.queue_name, seek.partition, NULL, NULL, 'all', NULL, clock_timestamp());
     IF seek.partition IS NOT NULL AND NOT EXISTS (
         SELECT 1 FROM queen.lanes AS l WHERE l.queue_id = qid AND l.name = seek.partition
     ) THEN

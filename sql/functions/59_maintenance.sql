@@ -104,7 +104,7 @@ AS $$
 BEGIN
     PERFORM queen.discover(
         s.consumer_group, ARRAY[discover_again.queue_id], s.queue_name, NULL, s.namespace, s.task, s.subscription_mode,
-        s.subscription_timestamp
+        s.subscription_timestamp, clock_timestamp()
     )
     FROM queen.queues AS q
     CROSS JOIN LATERAL queen.subscription_of(discover_again.consumer_group, q, NULL) AS s
@@ -167,7 +167,8 @@ BEGIN
 END
 $$;
 
--- Deletes the prefix of one lane up to a seq, and raises its floor with it. The caller has decided that it may.
+-- Deletes the prefix of one lane up to a seq, and raises its floor with it. The caller has locked the lane and its
+-- consumers (queen.lock_consumers) and decided that it may.
 CREATE OR REPLACE FUNCTION queen.delete_prefix(queue queen.queues, lane queen.lanes, last_seq bigint, retention_type text)
 RETURNS bigint
 LANGUAGE plpgsql
@@ -177,6 +178,9 @@ AS $$
 DECLARE
     last_at timestamptz;
     deleted bigint;
+    consumer queen.consumers;
+    state queen.consumer_states;
+    new_state queen.consumer_states;
 BEGIN
     SELECT m.created_at INTO last_at FROM queen.message_log AS m
     WHERE m.lane_id = lane.id AND m.seq = delete_prefix.last_seq;
@@ -188,6 +192,20 @@ BEGIN
     END IF;
     DELETE FROM queen.message_log AS m WHERE m.lane_id = lane.id AND m.seq <= delete_prefix.last_seq;
     GET DIAGNOSTICS deleted = ROW_COUNT;
+    FOR consumer IN
+        SELECT c.* FROM queen.consumers AS c
+        WHERE
+            c.lane_id = lane.id
+            AND EXISTS (
+                SELECT 1 FROM queen.redeliveries AS r WHERE r.consumer_id = c.id AND r.seq <= delete_prefix.last_seq
+            )
+    LOOP
+        state := queen.state_of(consumer);
+        new_state := state;
+        new_state.redelivering := state.redelivering
+            - queen.forget_failures(consumer.id, int8multirange(int8range(NULL, delete_prefix.last_seq, '[]')));
+        PERFORM queen.replace_state(state, new_state);
+    END LOOP;
     INSERT INTO queen.retention_history (
         queue_name, partition_name, lane_id, retention_type, messages_deleted, first_seq, last_seq
     )
@@ -221,6 +239,11 @@ DECLARE
     deleted bigint;
     budget bigint := retain.max_rows;
 BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        PERFORM queen.raise_invalid(
+            format('retention decides in read committed, not in %s', current_setting('transaction_isolation'))
+        );
+    END IF;
     FOR queue IN
         SELECT q.* FROM queen.queues AS q WHERE q.retention_enabled AND (qid IS NULL OR q.id = qid) ORDER BY q.id
     LOOP

@@ -12,44 +12,76 @@ AS $$
     SELECT EXISTS (SELECT 1 FROM queen.queues AS q WHERE q.name = queue_filter);
 $$;
 
+-- The first and the last seq of every lane with messages. Both ends are looked up, nothing is counted.
+-- created_at never falls as seq rises, so bounds in time are bounds in seq; NULL means no bound.
+CREATE OR REPLACE FUNCTION queen.message_spans(
+    queue_filter text, partition_filter text, created_from timestamptz, created_before timestamptz
+)
+RETURNS TABLE (lane_id bigint, first_seq bigint, last_seq bigint)
+LANGUAGE sql STABLE
+AS $$
+    SELECT
+        l.id,
+        span.first_seq,
+        span.last_seq
+    FROM queen.lanes AS l
+    INNER JOIN queen.queues AS q ON q.id = l.queue_id
+    CROSS JOIN LATERAL (
+        SELECT m.seq
+        FROM queen.message_log AS m
+        WHERE m.lane_id = l.id
+        ORDER BY m.seq DESC
+        LIMIT 1
+    ) AS newest
+    CROSS JOIN LATERAL (
+        SELECT
+            CASE
+                WHEN created_from IS NULL THEN l.floor_seq
+                ELSE queen.seq_before(l.id, created_from)
+            END + 1 AS first_seq,
+            CASE
+                WHEN created_before IS NULL THEN newest.seq
+                ELSE queen.seq_before(l.id, created_before)
+            END AS last_seq
+    ) AS span
+    WHERE
+        (queue_filter IS NULL OR q.name = queue_filter)
+        AND (partition_filter IS NULL OR l.name = partition_filter)
+        AND span.last_seq >= span.first_seq;
+$$;
+
 -- Even ranges of the retained messages, packed into at most `slices` slices of equal size.
--- The newest seq of a partition is one probe of the primary key, not a count.
-CREATE OR REPLACE FUNCTION queen.message_ranges(queue_filter text, slices int)
-RETURNS TABLE (slice int, partition_id bigint, first_seq bigint, last_seq bigint)
+CREATE OR REPLACE FUNCTION queen.message_ranges(
+    queue_filter text,
+    partition_filter text,
+    created_from timestamptz,
+    created_before timestamptz,
+    slices int
+)
+RETURNS TABLE (slice int, lane_id bigint, first_seq bigint, last_seq bigint)
 LANGUAGE sql STABLE
 AS $$
     WITH spans AS (
         SELECT
-            p.id,
-            p.floor_seq + 1 AS first_seq,
-            newest.seq - p.floor_seq AS messages
-        FROM queen.lanes AS p
-        INNER JOIN queen.queues AS q ON q.id = p.queue_id
-        CROSS JOIN LATERAL (
-            SELECT m.seq
-            FROM queen.message_log AS m
-            WHERE m.lane_id = p.id
-            ORDER BY m.seq DESC
-            LIMIT 1
-        ) AS newest
-        WHERE
-            (queue_filter IS NULL OR q.name = queue_filter)
-            AND newest.seq > p.floor_seq
+            s.lane_id,
+            s.first_seq,
+            s.last_seq - s.first_seq + 1 AS messages
+        FROM queen.message_spans(queue_filter, partition_filter, created_from, created_before) AS s
     ),
 
     laid_out AS (
         SELECT
-            s.id,
+            s.lane_id,
             s.first_seq,
             s.messages,
-            (sum(s.messages) OVER (ORDER BY s.id) - s.messages)::bigint AS messages_before,
+            (sum(s.messages) OVER (ORDER BY s.lane_id) - s.messages)::bigint AS messages_before,
             ceil(sum(s.messages) OVER () / slices)::bigint AS slice_size
         FROM spans AS s
     )
 
     SELECT
         n.slice::int,
-        l.id,
+        l.lane_id,
         l.first_seq + greatest(n.slice * l.slice_size - l.messages_before, 0),
         l.first_seq + least((n.slice + 1) * l.slice_size - l.messages_before, l.messages) - 1
     FROM laid_out AS l
@@ -57,15 +89,15 @@ AS $$
         l.messages_before / l.slice_size,
         (l.messages_before + l.messages - 1) / l.slice_size
     ) AS n (slice)
-    ORDER BY n.slice, l.id;
+    ORDER BY n.slice, l.lane_id;
 $$;
 
 -- The messages of some ranges, each range in seq order.
 -- ORDER BY inside LATERAL keeps the planner from joining the whole log: it can only look up one range after another.
-CREATE OR REPLACE FUNCTION queen.scan_messages(partition_ids bigint[], first_seqs bigint[], last_seqs bigint[])
+CREATE OR REPLACE FUNCTION queen.scan_messages(lane_ids bigint[], first_seqs bigint[], last_seqs bigint[])
 RETURNS TABLE (
     id text,
-    partition_id bigint,
+    lane_id bigint,
     seq bigint,
     queue_name text,
     partition_name text,
@@ -74,6 +106,8 @@ RETURNS TABLE (
     trace_id text,
     payload text,
     is_encrypted boolean,
+    origin_transaction_id text,
+    requeued_from text,
     created_at timestamptz
 )
 LANGUAGE sql STABLE
@@ -89,39 +123,58 @@ AS $$
         m.trace_id::text,
         m.payload::text,
         m.is_encrypted,
+        m.origin_transaction_id,
+        m.requeued_from::text,
         m.created_at
-    FROM unnest(partition_ids, first_seqs, last_seqs) AS r (partition_id, first_seq, last_seq)
+    FROM unnest(lane_ids, first_seqs, last_seqs) AS r (lane_id, first_seq, last_seq)
     CROSS JOIN LATERAL (
         SELECT v.*
         FROM queen.messages AS v
         WHERE
-            v.lane_id = r.partition_id
+            v.lane_id = r.lane_id
             AND v.seq BETWEEN r.first_seq AND r.last_seq
         ORDER BY v.seq
     ) AS m;
 $$;
 
--- Even ranges of the delivery ids. Ids may have gaps, so slices are even in ids, nearly even in rows.
-CREATE OR REPLACE FUNCTION queen.delivery_ranges(slices int)
-RETURNS TABLE (slice int, first_id bigint, last_id bigint)
+-- Even ranges between two ids. Ids may have gaps, so slices are even in ids, nearly even in rows.
+CREATE OR REPLACE FUNCTION queen.id_ranges(lowest bigint, highest bigint, slices int)
+RETURNS TABLE (first_id bigint, last_id bigint)
+LANGUAGE sql IMMUTABLE
+AS $$
+    SELECT
+        lowest + n.slice * size.ids,
+        least(lowest + (n.slice + 1) * size.ids - 1, highest)
+    FROM (SELECT (highest - lowest) / slices + 1 AS ids) AS size
+    CROSS JOIN generate_series(0, slices - 1) AS n (slice)
+    WHERE lowest + n.slice * size.ids <= highest
+    ORDER BY n.slice;
+$$;
+
+CREATE OR REPLACE FUNCTION queen.delivery_ranges(ended_from timestamptz, ended_before timestamptz, slices int)
+RETURNS TABLE (first_id bigint, last_id bigint)
 LANGUAGE sql STABLE
 AS $$
-    WITH bounds AS (
+    SELECT r.*
+    FROM (
         SELECT
-            min(d.id) AS first_id,
-            max(d.id) AS last_id,
-            (max(d.id) - min(d.id)) / slices + 1 AS slice_size
+            min(d.id) AS lowest,
+            max(d.id) AS highest
         FROM queen.deliveries AS d
-    )
+        WHERE
+            (ended_from IS NULL OR d.ended_at >= ended_from)
+            AND (ended_before IS NULL OR d.ended_at < ended_before)
+    ) AS bounds
+    CROSS JOIN LATERAL queen.id_ranges(bounds.lowest, bounds.highest, slices) AS r;
+$$;
 
-    SELECT
-        n.slice,
-        b.first_id + n.slice * b.slice_size,
-        least(b.first_id + (n.slice + 1) * b.slice_size - 1, b.last_id)
-    FROM bounds AS b
-    CROSS JOIN generate_series(0, slices - 1) AS n (slice)
-    WHERE b.first_id + n.slice * b.slice_size <= b.last_id
-    ORDER BY n.slice;
+CREATE OR REPLACE FUNCTION queen.dead_letter_ranges(slices int)
+RETURNS TABLE (first_id bigint, last_id bigint)
+LANGUAGE sql STABLE
+AS $$
+    SELECT r.*
+    FROM (SELECT min(d.id) AS lowest, max(d.id) AS highest FROM queen.dead_letter_queue AS d) AS bounds
+    CROSS JOIN LATERAL queen.id_ranges(bounds.lowest, bounds.highest, slices) AS r;
 $$;
 
 -- The deliveries of one range of ids.
@@ -132,7 +185,7 @@ RETURNS TABLE (
     partition_name text,
     priority smallint,
     consumer_group text,
-    partition_id bigint,
+    lane_id bigint,
     first_seq bigint,
     last_seq bigint,
     completed int,
@@ -168,6 +221,99 @@ AS $$
         d.id BETWEEN range_first_id AND range_last_id
         AND (queue_filter IS NULL OR d.queue_name = queue_filter)
     ORDER BY d.id;
+$$;
+
+-- The dead letters of one range of ids.
+CREATE OR REPLACE FUNCTION queen.scan_dead_letters(queue_filter text, range_first_id bigint, range_last_id bigint)
+RETURNS TABLE (
+    id bigint,
+    queue_name text,
+    partition_name text,
+    priority smallint,
+    consumer_group text,
+    lane_id bigint,
+    seq bigint,
+    message_id text,
+    transaction_id text,
+    trace_id text,
+    payload text,
+    is_encrypted boolean,
+    origin_transaction_id text,
+    reason text,
+    error_message text,
+    retry_count int,
+    original_created_at timestamptz,
+    failed_at timestamptz,
+    requeued_at timestamptz
+)
+LANGUAGE sql STABLE
+AS $$
+    SELECT
+        d.id,
+        q.name,
+        d.partition_name,
+        d.priority,
+        d.consumer_group,
+        d.lane_id,
+        d.seq,
+        d.message_id::text,
+        d.transaction_id,
+        d.trace_id::text,
+        d.payload::text,
+        d.is_encrypted,
+        d.origin_transaction_id,
+        d.reason,
+        d.error_message,
+        d.retry_count,
+        d.original_created_at,
+        d.failed_at,
+        d.requeued_at
+    FROM queen.dead_letter_queue AS d
+    INNER JOIN queen.queues AS q ON q.id = d.queue_id
+    WHERE
+        d.id BETWEEN range_first_id AND range_last_id
+        AND (queue_filter IS NULL OR q.name = queue_filter)
+    ORDER BY d.id;
+$$;
+
+-- Where every group stands in every partition it has met.
+CREATE OR REPLACE FUNCTION queen.scan_consumers(queue_filter text)
+RETURNS TABLE (
+    queue_name text,
+    partition_name text,
+    priority smallint,
+    consumer_group text,
+    lane_id bigint,
+    cursor bigint,
+    last_seq bigint,
+    pending bigint,
+    in_flight bigint,
+    lease_expires_at timestamptz,
+    popped_at timestamptz,
+    settled_at timestamptz,
+    total_completed bigint,
+    total_dropped bigint
+)
+LANGUAGE sql STABLE
+AS $$
+    SELECT
+        c.queue_name,
+        c.partition_name,
+        c.priority,
+        c.consumer_group,
+        c.lane_id,
+        c.cursor,
+        c.last_seq,
+        c.pending,
+        queen.size(c.held),
+        c.lease_expires_at,
+        c.popped_at,
+        c.settled_at,
+        c.total_completed,
+        c.total_dropped
+    FROM queen.partition_consumers AS c
+    WHERE queue_filter IS NULL OR c.queue_name = queue_filter
+    ORDER BY c.queue_name, c.partition_name, c.priority, c.consumer_group;
 $$;
 
 -- Stores computed buckets; doing it again changes nothing. The counts of a bucket only ever grow, so a run that saw

@@ -71,16 +71,23 @@ CREATE TABLE queen.message_log (
     -- Of a message that came back from the dead letters: what it was, and the transaction id it was encrypted under.
     requeued_from uuid,
     origin_transaction_id text,
+    id_salt smallint, -- NULL but for one in 10^9 messages or so
     PRIMARY KEY (lane_id, seq)
 ) WITH (
     autovacuum_vacuum_insert_threshold = 200000, autovacuum_vacuum_insert_scale_factor = 0,
     autovacuum_vacuum_threshold = 50000, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = OFF
 );
--- Dedupe, over all lanes of a partition. The partition is the hash's seed, so the key is 8 bytes and this is the only
--- index that can serve the probe: with (partition, hash) a plan made while the table was empty may walk the whole
--- partition instead. Two ids may share a hash, so the probe compares the text too.
-CREATE INDEX message_log_transaction ON queen.message_log (hashtextextended(transaction_id, lane_id / 10));
-CREATE INDEX message_log_trace ON queen.message_log (trace_id) WHERE trace_id IS NOT NULL;
+-- Dedupe, over all lanes of a partition: 8 bytes a message, the partition is the hash's seed. Being unique it costs no
+-- look-up of its own: an insert finds a repeated id on its way (queen.push then looks closer). Two ids that share a hash
+-- are told apart by their texts, and the second one stored gets a salt.
+CREATE UNIQUE INDEX message_log_transaction ON queen.message_log (
+    (hashtextextended(transaction_id, lane_id / 10) # coalesce(id_salt, 0)::bigint)
+);
+-- For people who follow a pipeline, at almost no cost for those who push: a btree on random ids costs 3 microseconds and
+-- 75 bytes of WAL a message, this one next to nothing. A look-up reads the summaries, about a thousandth of the table.
+CREATE INDEX message_log_trace ON queen.message_log
+USING brin (trace_id uuid_bloom_ops (n_distinct_per_range = 1000, false_positive_rate = 0.01))
+WITH (pages_per_range = 32, autosummarize = ON);
 COMMENT ON TABLE queen.message_log IS 'Messages as stored. Read the view queen.messages.';
 
 -- First contact of a group with a queue, a partition, a namespace or a task: where it starts to read.
@@ -305,6 +312,7 @@ CREATE TYPE queen.settlement AS (
     released integer,
     remaining integer
 );
+CREATE TYPE queen.lane_tail AS (seq bigint, created_at timestamptz);
 CREATE TYPE queen.lease_expiry AS (lease_id uuid, lease_expires_at timestamptz);
 CREATE TYPE queen.partition_stats AS (
     queue_name text,

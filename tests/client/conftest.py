@@ -123,6 +123,13 @@ def sql(queen_dsn: str) -> Iterator[psycopg.Connection[Any]]:
         yield connection
 
 
+# The clients' sessions, and those that sleep in a waiting pop: they last asked when to look again.
+SESSIONS = (
+    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'queen'"
+)
+ASLEEP = f"{SESSIONS} AND state = 'idle' AND query LIKE '%next_ready_at%'"
+
+
 def in_transaction(client: Any, *actions: Callable[[Any], Any]) -> None:
     """Carry out some actions in one transaction."""
     with client.transaction() as tx:

@@ -21,7 +21,7 @@ from airflow_provider_queen.exceptions import (
     QueueNotFoundError,
     SchemaVersionError,
 )
-from tests.client.conftest import eventually
+from tests.client.conftest import SESSIONS, eventually
 
 pytestmark = pytest.mark.postgres
 
@@ -87,23 +87,23 @@ def test_push_pop_and_settle_are_one_round_trip(client: Any, orders: str) -> Non
     client.ack(client.pop(orders))  # the connection is open, the queue known
     inner = getattr(client, "inner", client)
     (connection,) = inner._idle
-    with tempfile.TemporaryFile("w+b") as log:
-        connection.pgconn.trace(log.fileno())
+    with tempfile.TemporaryFile("a+b") as log:
 
-        def trips() -> int:
+        def trips(call: Callable[[], Any]) -> tuple[Any, int]:
+            log.truncate(0)
+            connection.pgconn.trace(log.fileno())
+            answer = call()
+            connection.pgconn.untrace()
             log.seek(0)
-            return log.read().count(b"ReadyForQuery")
+            return answer, log.read().count(b"ReadyForQuery")
 
-        client.push(orders, [{"payload": n, "partition": f"p{n}"} for n in range(50)])
-        assert trips() == 1
-        messages = client.pop(orders, max_partitions=50)
-        assert trips() == 2
-        assert len(messages) == 50
-        client.settle(completed=messages[::2], failed=messages[1::2], error="x")
-        assert trips() == 3
-        client.depth(orders)
-        assert trips() == 4
-        connection.pgconn.untrace()
+        messages = [{"payload": n, "partition": f"p{n}"} for n in range(50)]
+        assert trips(lambda: client.push(orders, messages))[1] == 1
+        popped, count = trips(lambda: client.pop(orders, max_partitions=50))
+        assert (len(popped), count) == (50, 1)
+        mix = {"completed": popped[::2], "failed": popped[1::2], "error": "x"}
+        assert trips(lambda: client.settle(**mix))[1] == 1
+        assert trips(lambda: client.pop("orders"))[1] == 1
 
 
 def test_any_mix_is_settled_in_one_call(client: Any, orders: str) -> None:
@@ -396,11 +396,6 @@ def test_another_version_of_the_schema_is_refused(
     sql.execute("UPDATE queen.alembic_version SET version_num = '9999_later'")
     with client_class(queen_dsn) as client, pytest.raises(SchemaVersionError, match="9999_later"):
         client.depth("orders")
-
-
-SESSIONS = (
-    "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'queen' AND datname = current_database()"
-)
 
 
 def test_close_closes_every_connection(client: Any, orders: str, sql: psycopg.Connection[Any]) -> None:

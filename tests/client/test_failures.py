@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +14,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from airflow_provider_queen.client import ClientOptions, QueenClient, RetryPolicy
+from airflow_provider_queen.client import AsyncQueenClient, ClientOptions, QueenClient, RetryPolicy
 from airflow_provider_queen.exceptions import (
     ConnectionLostError,
     DatabaseError,
@@ -21,7 +23,14 @@ from airflow_provider_queen.exceptions import (
     QueenError,
     TransactionConflictError,
 )
-from tests.client.conftest import AwaitedClient, ClientFactory, in_transaction
+from tests.client.conftest import (
+    ASLEEP,
+    SESSIONS,
+    AwaitedClient,
+    ClientFactory,
+    eventually,
+    in_transaction,
+)
 
 pytestmark = pytest.mark.postgres
 
@@ -278,7 +287,7 @@ def test_reads_survive_a_lost_answer(distant: Any, proxy: CuttingProxy, orders: 
 
 
 def test_time_limits_and_isolation_are_set(make_client: ClientFactory, orders: str) -> None:
-    wanted = {"statement_timeout": 1500, "lock_timeout": "2s", "isolation_level": "repeatable read"}
+    wanted = {"statement_timeout": 1500, "lock_timeout": "2s", "isolation_level": "serializable"}
     names = ("statement_timeout", "lock_timeout", "transaction_isolation")
     for pooled in (False, True):
         client = make_client(options=ClientOptions(**wanted, transaction_pooler=pooled))
@@ -288,7 +297,7 @@ def test_time_limits_and_isolation_are_set(make_client: ClientFactory, orders: s
                 row = client._loop.run_until_complete(tx.execute(sql).fetchone())
             else:
                 row = tx.connection.execute(sql).fetchone()
-        assert row == ("1500ms", "2s", "repeatable read")
+        assert row == ("1500ms", "2s", "serializable")
 
 
 @pytest.mark.parametrize("pooled", [False, True])
@@ -327,8 +336,6 @@ def test_a_call_beside_an_own_transaction_does_not_wait_for_ever(queen_dsn: str)
 
 
 async def _push_beside_an_own_transaction(dsn: str) -> None:
-    from airflow_provider_queen.client import AsyncQueenClient
-
     async with AsyncQueenClient(dsn) as client:
         await client.configure_queue("orders")
         await client.push("orders", [{"payload": 0}])
@@ -339,8 +346,6 @@ async def _push_beside_an_own_transaction(dsn: str) -> None:
 
 
 def test_an_asyncio_call_beside_an_own_transaction_does_not_wait_for_ever(queen_dsn: str) -> None:
-    import asyncio
-
     asyncio.run(_push_beside_an_own_transaction(queen_dsn))
 
 
@@ -365,6 +370,42 @@ def test_threads_share_a_client(queen_dsn: str) -> None:
         assert with_errors == []
         assert client.depth("orders").pending == 0
         assert len(client._idle) <= 4
+
+
+def test_serializable_sessions_repeat_until_they_succeed(queen_dsn: str) -> None:
+    with QueenClient(queen_dsn, options=ClientOptions(isolation_level="serializable")) as client:
+        client.configure_queue("orders")
+
+        def push(producer: int) -> None:
+            for n in range(25):
+                client.push("orders", [{"payload": [producer, n]}])
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(push, range(4)))
+        delivered: list[Any] = []
+        while messages := client.pop("orders", batch_size=30):
+            client.ack(messages)
+            delivered += [tuple(message.payload) for message in messages]
+    assert sorted(delivered) == [(producer, n) for producer in range(4) for n in range(25)]
+
+
+def test_a_cancelled_wait_leaves_no_session_and_no_lease(
+    queen_dsn: str, sql: psycopg.Connection[Any]
+) -> None:
+    async def cancel() -> None:
+        async with AsyncQueenClient(queen_dsn) as client:
+            await client.configure_queue("orders")
+            waiting = asyncio.create_task(client.pop("orders", wait_seconds=60))
+            await asyncio.to_thread(eventually, lambda: sql.execute(ASLEEP).fetchone() == (1,))
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await client.push("orders", [{"payload": 1}])
+            assert (await client.depth("orders")).in_flight == 0
+            assert len(await client.pop("orders")) == 1
+
+    asyncio.run(cancel())
+    eventually(lambda: sql.execute(SESSIONS).fetchone() == (0,))
 
 
 def test_nothing_is_called_on_a_transaction_that_is_over(client: Any, orders: str) -> None:

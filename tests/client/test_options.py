@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import psycopg
 import pytest
 
 from airflow_provider_queen.client.options import ClientOptions, RetryPolicy
@@ -39,7 +40,8 @@ def test_settings_are_made_for_the_session_or_for_each_transaction() -> None:
     assert session.transaction_settings == ()
     pooled = Target("host=h", ClientOptions(**wanted, transaction_pooler=True))
     assert pooled.session_settings == ()
-    assert dict(pooled.transaction_settings)["transaction_isolation"] == "serializable"
+    assert dict(pooled.transaction_settings)["lock_timeout"] == "2s"
+    assert pooled.isolation_level == psycopg.IsolationLevel.SERIALIZABLE
     assert pooled.connect_arguments["prepare_threshold"] is None
 
 

@@ -109,7 +109,7 @@ def test_an_envelope_cannot_be_moved_or_altered(
         sql.execute(
             "UPDATE queen.message_log AS m SET payload = %s FROM queen.messages AS v"
             " WHERE v.queue_name = %s AND v.transaction_id = 'a'"
-            " AND m.lane_id = v.partition_id AND m.seq = v.seq",
+            " AND queen.message_id(m.lane_id, m.seq) = v.id",
             (json.dumps(forged), vault),
         )
         with pytest.raises(EncryptionError, match="'a' of queue 'vault'"):

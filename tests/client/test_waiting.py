@@ -11,17 +11,11 @@ from typing import Any
 import psycopg
 import pytest
 
-from airflow_provider_queen.client import ClientOptions
+from airflow_provider_queen.client import ClientOptions, Keyring, QueenClient
 from airflow_provider_queen.exceptions import EncryptionError
-from tests.client.conftest import ClientFactory, eventually
+from tests.client.conftest import ASLEEP, ClientFactory, eventually
 
 pytestmark = pytest.mark.postgres
-
-# Waiting between two looks: the last statement of the session was the question when to look again.
-ASLEEP = """
-SELECT count(*) FROM pg_stat_activity
-WHERE datname = current_database() AND state = 'idle' AND query LIKE '%next_ready_at%'
-"""
 
 
 @pytest.fixture
@@ -117,8 +111,6 @@ def test_a_consumer_that_waited_does_not_go_on_listening(client: Any, orders: st
 def test_a_wait_that_fails_does_not_go_on_listening(
     make_client: ClientFactory, client: Any, orders: str
 ) -> None:
-    from airflow_provider_queen.client import Keyring
-
     client.configure_queue(orders, encryption_enabled=True, delayed_processing=1)
     make_client(keyring=Keyring([Keyring.generate_key()])).push(orders, [{"payload": 1}])
     with pytest.raises(EncryptionError):
@@ -128,8 +120,6 @@ def test_a_wait_that_fails_does_not_go_on_listening(
 
 def test_others_are_served_while_one_waits(queen_dsn: str) -> None:
     """A heartbeat renews leases over the client whose pop is waiting."""
-    from airflow_provider_queen.client import QueenClient
-
     with QueenClient(queen_dsn) as client:
         client.configure_queue("orders")
         client.configure_queue("empty")

@@ -7,8 +7,8 @@ import pickle
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from airflow_provider_queen.exceptions import InvalidOptionError, SchemaVersionError
-from airflow_provider_queen.spark.connection import ConnectionInfo, DatabaseUnreachableError, call
+from airflow_provider_queen.exceptions import DatabaseUnreachableError, InvalidOptionError, SchemaVersionError
+from airflow_provider_queen.spark.connection import ConnectionInfo, call
 
 SECRET = "tr0ub4dor"
 

@@ -12,8 +12,7 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from airflow_provider_queen.spark import ConnectionInfo
-from airflow_provider_queen.spark import datasource as ds
+from airflow_provider_queen.spark import ConnectionInfo, ranges, readers
 from airflow_provider_queen.spark.schemas import DELIVERIES, MESSAGES
 
 TOTAL = 1200 + 300 + 77
@@ -61,44 +60,44 @@ def test_deliveries(session: SparkSession, deliver: psycopg.Connection[Any]) -> 
 def test_slices_are_even_and_cover_all(
     queen_dsn: str, database: psycopg.Connection[Any], slices: int
 ) -> None:
-    reader = ds.MessagesReader(ConnectionInfo(queen_dsn), MESSAGES, None, slices)
+    reader = readers.MessagesReader(ConnectionInfo(queen_dsn), MESSAGES, None, slices)
     parts = reader.partitions()
-    ranges = [[ds.Range(*bounds) for bounds in part.ranges] for part in parts if isinstance(part, ds.Slice)]
-    sizes = [sum(r.last_seq - r.first_seq + 1 for r in part) for part in ranges]
+    slices_read = [
+        [ranges.Range(*bounds) for bounds in part.ranges] for part in parts if isinstance(part, readers.Slice)
+    ]
+    sizes = [sum(r.last_seq - r.first_seq + 1 for r in part) for part in slices_read]
     assert len(sizes) <= slices
     assert sum(sizes) == TOTAL
     assert set(sizes[:-1]) <= {-(-TOTAL // slices)}
     seqs = [
-        (r.partition_id, seq) for part in ranges for r in part for seq in range(r.first_seq, r.last_seq + 1)
+        (r.lane_id, seq) for part in slices_read for r in part for seq in range(r.first_seq, r.last_seq + 1)
     ]
     assert len(set(seqs)) == TOTAL
 
 
 def test_ranges_are_cut_to_batches() -> None:
-    ranges = [ds.Range(1, 1, 25), ds.Range(2, 5, 5), ds.Range(3, 1, 10)]
-    portions = list(ds.cut_ranges(ranges, 10))
+    three = [ranges.Range(1, 1, 25), ranges.Range(2, 5, 5), ranges.Range(3, 1, 10)]
+    portions = list(ranges.cut_ranges(three, 10))
     assert [sum(r.last_seq - r.first_seq + 1 for r in portion) for portion in portions] == [10, 10, 10, 6]
-    assert portions[2] == [ds.Range(1, 21, 25), ds.Range(2, 5, 5), ds.Range(3, 1, 4)]
+    assert portions[2] == [ranges.Range(1, 21, 25), ranges.Range(2, 5, 5), ranges.Range(3, 1, 4)]
 
 
 def test_a_slice_is_read_in_bounded_batches(
     queen_dsn: str, database: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ds, "BATCH_ROWS", 500)
-    reader = ds.MessagesReader(ConnectionInfo(queen_dsn), MESSAGES, None, 1)
+    monkeypatch.setattr(ranges, "BATCH_ROWS", 500)
+    reader = readers.MessagesReader(ConnectionInfo(queen_dsn), MESSAGES, None, 1)
     (part,) = reader.partitions()
     assert [batch.num_rows for batch in reader.read(part)] == [500, 500, 500, 77]
 
 
 def test_rows_pushed_after_planning_are_not_read(queen_dsn: str, database: psycopg.Connection[Any]) -> None:
     """All executors see the state at planning time, whenever they run."""
-    reader = ds.MessagesReader(ConnectionInfo(queen_dsn), MESSAGES, None, 2)
+    reader = readers.MessagesReader(ConnectionInfo(queen_dsn), MESSAGES, None, 2)
     parts = reader.partitions()
     first = sum(batch.num_rows for batch in reader.read(parts[0]))
-    database.execute(
-        "INSERT INTO queen.message_log (partition_id, seq, created_at, transaction_id, payload)"
-        " SELECT partition_id, max(seq) + 1, now(), 'late', '{}' FROM queen.message_log GROUP BY partition_id"
-    )
+    for queue_name, partition in (("orders", "a"), ("orders", "b"), ("mails", "Default")):
+        database.execute("SELECT queen.push(%s, ARRAY['{}'], ARRAY[%s])", [queue_name, partition])
     second = sum(batch.num_rows for batch in reader.read(parts[1]))
     assert first + second == TOTAL
 
@@ -107,10 +106,7 @@ def test_a_frame_is_planned_at_its_first_action(
     session: SparkSession, database: psycopg.Connection[Any]
 ) -> None:
     frame = load(session, queue_name="mails")
-    database.execute(
-        "INSERT INTO queen.message_log (partition_id, seq, created_at, transaction_id, payload)"
-        " SELECT id, 78, now(), 'late', '{}' FROM queen.partitions WHERE name = 'Default'"
-    )
+    database.execute("SELECT queen.push('mails', ARRAY['{}'])")
     assert frame.count() == 78
 
 
@@ -130,7 +126,7 @@ def test_schema_prunes_columns_in_the_database(
 
 
 def test_an_empty_queue_has_no_rows(session: SparkSession, database: psycopg.Connection[Any]) -> None:
-    database.execute("INSERT INTO queen.queues (name) VALUES ('silent')")
+    database.execute("SELECT queen.configure_queue('silent')")
     assert load(session, queue_name="silent").count() == 0
     assert load(session, table="deliveries").count() == 0
 

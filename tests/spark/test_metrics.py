@@ -21,7 +21,7 @@ SELECT
     d.queue_name, d.consumer_group, date_bin('60 s', d.ended_at, 'epoch') AS bucket,
     extract(epoch FROM d.ended_at - m.created_at)::float8 * 1000 AS ms
 FROM queen.deliveries AS d
-INNER JOIN queen.messages AS m ON m.partition_id = d.partition_id AND m.seq BETWEEN d.first_seq AND d.last_seq
+INNER JOIN queen.messages AS m ON m.lane_id = d.lane_id AND m.seq BETWEEN d.first_seq AND d.last_seq
 WHERE
     (m.seq - d.first_seq + 1) * d.completed / (d.last_seq - d.first_seq + 1)
     > (m.seq - d.first_seq) * d.completed / (d.last_seq - d.first_seq + 1)
@@ -119,8 +119,10 @@ def test_what_retention_removed_does_not_lower_earlier_figures(
 ) -> None:
     info = ConnectionInfo(queen_dsn)
     record(info, WINDOW, compute(session, WINDOW))
-    deliver.execute("DELETE FROM queen.message_log WHERE seq <= 600")
-    deliver.execute("UPDATE queen.partitions SET floor_seq = greatest(floor_seq, 600)")
+    deliver.execute(
+        "SELECT queen.delete_prefix(q, l, 600, 'retention') FROM queen.lanes AS l"
+        " INNER JOIN queen.queues AS q ON q.id = l.queue_id WHERE l.name = 'a'"
+    )
     record(info, WINDOW, compute(session, WINDOW))
     total = deliver.execute("SELECT sum(pushed)::int FROM queen.queue_metrics").fetchone()
     assert total == (1577,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -22,18 +21,14 @@ from airflow_provider_queen.exceptions import InvalidOptionError
 from airflow_provider_queen.operators import spark as operators
 from airflow_provider_queen.operators.spark import QueenSparkOperator
 from airflow_provider_queen.resources import dags_folder, spark_app
+from tests.spark.apps import load_app
 
 SECRET = "n0t-to-be-seen-4711"
 
 
 @pytest.fixture(scope="module")
 def app() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("queen_metrics_app", spark_app("metrics.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_app("metrics")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +94,8 @@ def test_a_dry_run_stores_nothing(
     assert spark.range(1).count() == 1
 
 
-def connection_json(dsn: str, **more: str) -> str:
-    parts = conninfo_to_dict(dsn) | more
+def connection_json(dsn: str) -> str:
+    parts = conninfo_to_dict(dsn)
     fields = {
         "conn_type": "postgres",
         "host": parts.get("host"),
@@ -119,8 +114,8 @@ def test_submitted_by_the_operator_and_the_password_shows_nowhere(
     queen_dsn: str,
     deliver: psycopg.Connection[Any],
 ) -> None:
-    # The server lets everybody in from here, so any password will do to see where it goes.
-    monkeypatch.setenv("AIRFLOW_CONN_QUEEN_DEFAULT", connection_json(queen_dsn, password=SECRET))
+    secret = str(conninfo_to_dict(queen_dsn)["password"])
+    monkeypatch.setenv("AIRFLOW_CONN_QUEEN_DEFAULT", connection_json(queen_dsn))
     monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", '{"conn_type": "spark", "host": "local[2]"}')
     monkeypatch.setenv("PYTHONPATH", str(Path(airflow_provider_queen.__file__).parents[1]))
     # Otherwise spark-submit would hand the job to the session that runs these tests.
@@ -160,10 +155,10 @@ def test_submitted_by_the_operator_and_the_password_shows_nowhere(
     captured = capfd.readouterr()
     # Both ends of the way: the password did reach the child, and the places searched are not empty ones.
     assert operator._hook is not None
-    assert SECRET in (operator._hook._env or {})["QUEEN_DSN"]
+    assert secret in (operator._hook._env or {})["QUEEN_DSN"]
     assert "queen-metrics: connected to" in caplog.text + captured.out + captured.err
     for place in (events, " ".join(seen[0]), caplog.text, captured.out, captured.err, rendered):
-        assert SECRET not in place
+        assert secret not in place
 
 
 def test_a_missing_spark_connection_is_an_error_not_yarn(monkeypatch: pytest.MonkeyPatch) -> None:

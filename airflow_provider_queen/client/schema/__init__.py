@@ -7,15 +7,29 @@ Alembic nor SQLAlchemy: a hook calls them at each connect.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 
 from airflow_provider_queen.client.schema.files import schema_files
-from airflow_provider_queen.client.schema.report import MigrationReport
+from airflow_provider_queen.client.schema.report import MigrationPlan, MigrationReport
 from airflow_provider_queen.client.schema.state import read_state, require_current
 
-__all__ = ["MigrationReport", "check", "current_version", "dry_run", "head_version", "migrate", "stamp"]
+if TYPE_CHECKING:
+    from airflow_provider_queen.client.schema.readiness import Preflight
+
+__all__ = [
+    "MigrationPlan",
+    "MigrationReport",
+    "check",
+    "current_version",
+    "dry_run",
+    "head_version",
+    "migrate",
+    "plan",
+    "preflight",
+    "stamp",
+]
 
 
 def migrate(conninfo: str, target: str = "head", *, sql_folder: Path | None = None) -> MigrationReport:
@@ -42,6 +56,27 @@ def dry_run(conninfo: str | None, target: str = "head", *, sql_folder: Path | No
     from airflow_provider_queen.client.schema import runner
 
     return runner.dry_run(conninfo, target, schema_files(sql_folder))
+
+
+def plan(conninfo: str | None, target: str = "head", *, sql_folder: Path | None = None) -> MigrationPlan:
+    """What :func:`migrate` would do: the script of :func:`dry_run`, and the report of a run.
+
+    :param conninfo: the database to start from, which is only read; ``None`` means an empty one
+    """
+    from airflow_provider_queen.client.schema import runner
+
+    return runner.plan(conninfo, target, schema_files(sql_folder))
+
+
+def preflight(conninfo: str, *, sql_folder: Path | None = None) -> Preflight:
+    """Look at the database before a migration; raise with everything that stands in its way.
+
+    Asks for PostgreSQL 14 or newer, a server that can be written to, a version that this package knows, and
+    the rights to create and to replace. Nothing is changed.
+    """
+    from airflow_provider_queen.client.schema.readiness import preflight
+
+    return preflight(conninfo, schema_files(sql_folder))
 
 
 def stamp(conninfo: str, revision: str, *, sql_folder: Path | None = None) -> None:

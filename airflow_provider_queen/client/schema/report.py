@@ -1,4 +1,4 @@
-"""What a migration did."""
+"""What a migration did, or would do."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ class MigrationReport:
     @property
     def changed(self) -> bool:
         return bool(self.applied or self.reapplied)
+
+
+@dataclass(frozen=True)
+class MigrationPlan:
+    """What a run would do at this moment: its report, and the script for ``psql -f``."""
+
+    report: MigrationReport
+    sql: str

@@ -31,7 +31,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from airflow_provider_queen.client.schema.files import Revision, SchemaFiles, read_sql, statement
-from airflow_provider_queen.client.schema.report import MigrationReport
+from airflow_provider_queen.client.schema.report import MigrationPlan, MigrationReport
 from airflow_provider_queen.client.schema.state import State, read_state, require_known
 from airflow_provider_queen.exceptions import InvalidOptionError, QueenError
 
@@ -98,13 +98,21 @@ def migrate(
 
 def dry_run(conninfo: str | None, target: str, files: SchemaFiles, *, only: Direction | None = None) -> str:
     """The script that :func:`migrate` would run: on this database, or on an empty one."""
+    return plan(conninfo, target, files, only=only).sql
+
+
+def plan(
+    conninfo: str | None, target: str, files: SchemaFiles, *, only: Direction | None = None
+) -> MigrationPlan:
+    """The same script, with what :func:`migrate` would report."""
     state = State(None, {})
     if conninfo is not None:
-        with _connect(conninfo) as raw:
+        with connect(conninfo) as raw:
             state = read_state(raw)
     goal = _goal(target, state, files, only)
     if not _to_do(state, goal, files):
-        return f"-- Nothing to do: the schema queen is at {goal or 'base'}.\n"
+        nothing = f"-- Nothing to do: the schema queen is at {goal or 'base'}.\n"
+        return MigrationPlan(MigrationReport(state.version, goal, [], []), nothing)
 
     output = io.StringIO()
     output.write(
@@ -123,9 +131,9 @@ def dry_run(conninfo: str | None, target: str, files: SchemaFiles, *, only: Dire
     write("begin.sql", statement("begin"))
     if state.version is not None:
         write("require_version.sql", _filled("require_version", version=state.version))
-    _run(files, state, goal, write, offline)
+    report = _run(files, state, goal, write, offline)
     output.write("COMMIT;\n")
-    return output.getvalue()
+    return MigrationPlan(report, output.getvalue())
 
 
 def stamp(conninfo: str, target: str, files: SchemaFiles) -> None:
@@ -151,7 +159,7 @@ def stamp(conninfo: str, target: str, files: SchemaFiles) -> None:
 
 def current(conninfo: str) -> str | None:
     """The version that the database records."""
-    with _connect(conninfo) as raw:
+    with connect(conninfo) as raw:
         return read_state(raw).version
 
 
@@ -224,7 +232,7 @@ def _recorded_state(raw: psycopg.Connection[Any]) -> State:
 @contextmanager
 def _transaction(conninfo: str) -> Iterator[tuple[Connection, psycopg.Connection[Any]]]:
     """One locked transaction, as Alembic sees it and as the driver does."""
-    with _connect(conninfo) as raw:
+    with connect(conninfo) as raw:
         engine = create_engine(
             "postgresql+psycopg://", creator=lambda: raw, poolclass=NullPool, use_native_hstore=False
         )
@@ -248,7 +256,7 @@ def _execute(raw: psycopg.Connection[Any], name: str, text: str) -> None:
 
 
 @contextmanager
-def _connect(conninfo: str) -> Iterator[psycopg.Connection[Any]]:
+def connect(conninfo: str) -> Iterator[psycopg.Connection[Any]]:
     """Connect without letting any part of a password into an error.
 
     libpq quotes what it could not parse, and of a password with a bare ``@`` a part becomes the host name.

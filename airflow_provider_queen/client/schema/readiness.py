@@ -1,0 +1,67 @@
+"""Whether a migration can start, and what it would meet. Reads only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg.rows import namedtuple_row
+
+from airflow_provider_queen.client.schema.files import SchemaFiles, statement
+from airflow_provider_queen.client.schema.runner import connect
+from airflow_provider_queen.client.schema.state import read_state, require_known
+from airflow_provider_queen.exceptions import QueenError
+
+OLDEST_POSTGRES = 14  # the first with multiranges, which hold what was settled ahead of a cursor
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A database that can be migrated. ``None`` as its version is base: no schema."""
+
+    version: str | None
+    server_version: str
+    running_leases: int
+    """Their holders wait while the migration runs, and settle after it."""
+    schema_bytes: int
+    """What the schema ``queen`` takes on the server's disk, indexes included."""
+
+
+def preflight(conninfo: str, files: SchemaFiles) -> Preflight:
+    """What the database has; an error that names everything that stands in the way."""
+    with connect(conninfo) as raw:
+        raw.autocommit = True  # reading the version of a schema that is not there must not abort the rest
+        found = _row(raw, "preflight")
+        if problems := _problems(found, raw.info.user):
+            raise QueenError(f"the schema queen cannot be migrated here: {'; '.join(problems)}")
+        version = read_state(raw).version
+        require_known(version, files)
+        return Preflight(
+            version=version,
+            server_version=found.server_version,
+            running_leases=_row(raw, "running_leases").running if found.has_leases else 0,
+            schema_bytes=found.schema_bytes,
+        )
+
+
+def _problems(found: Any, user: str) -> list[str]:
+    problems = []
+    if found.server_version_num < OLDEST_POSTGRES * 10_000:
+        problems.append(f"PostgreSQL {found.server_version} is too old, {OLDEST_POSTGRES} or newer is needed")
+    if found.read_only:
+        problems.append("the server or the session is read-only: connect to the primary")
+    if not found.may_create:
+        problems.append(
+            f"role {user!r} may not create the schema queen, or in it: its owner can GRANT CREATE"
+        )
+    if found.other_owners:
+        problems.append(
+            f"parts of the schema are owned by {', '.join(found.other_owners)}: connect as that role"
+        )
+    return problems
+
+
+def _row(raw: psycopg.Connection[Any], name: str) -> Any:
+    with raw.cursor(row_factory=namedtuple_row) as cursor:
+        return cursor.execute(statement(name).encode()).fetchone()

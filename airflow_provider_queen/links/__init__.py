@@ -1,0 +1,1 @@
+"""Links from Airflow's task pages."""

@@ -1,0 +1,1 @@
+"""Queen for Airflow's common messaging."""

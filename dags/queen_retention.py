@@ -1,0 +1,47 @@
+"""Deletes the messages that queues need not keep, with a copy in Parquet where an archive is named.
+
+``QUEEN_ARCHIVE`` in the environment is the archive's folder or URI; without it nothing is copied.
+``QUEEN_CONN_ID`` and ``QUEEN_SPARK_CONN_ID`` name other connections than the defaults. They are no Dag
+parameters: whoever may start a run may not thereby choose where messages go.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+
+from airflow.sdk import DAG, Param
+
+from airflow_provider_queen.operators.spark import QueenSparkOperator
+from airflow_provider_queen.resources import spark_app
+
+ARCHIVE = os.environ.get("QUEEN_ARCHIVE")
+
+with DAG(
+    dag_id="queen_retention",
+    doc_md=__doc__,
+    schedule="17 * * * *",
+    start_date=datetime(2025, 1, 1, tzinfo=UTC),
+    catchup=False,
+    max_active_runs=1,
+    default_args={"retries": 1},
+    params={
+        "queue_name": Param("", type="string", description="only this queue; empty means all"),
+        "chunk": Param(10_000, type="integer", minimum=1, description="messages per deleting transaction"),
+        "dry_run": Param(False, type="boolean", description="log what would go, change nothing"),
+    },
+    tags=["queen", "spark", "maintenance"],
+):
+    QueenSparkOperator(
+        task_id="retain",
+        application=str(spark_app("retention.py")),
+        name="queen-retention",
+        conn_id=os.environ.get("QUEEN_SPARK_CONN_ID", "spark_default"),
+        queen_conn_id=os.environ.get("QUEEN_CONN_ID", "queen_default"),
+        application_args=[
+            f"--archive={ARCHIVE}" if ARCHIVE else "",
+            "--chunk={{ params.chunk }}",
+            "{{ '--queue-name=' ~ params.queue_name if params.queue_name else '' }}",
+            "{{ '--dry-run' if params.dry_run else '' }}",
+        ],
+    )

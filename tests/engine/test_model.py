@@ -1,0 +1,664 @@
+"""The engine against the model: any sequence of calls, and after each step both say the same.
+
+Hypothesis makes up the calls; :mod:`tests.engine.model` says what must come of them. Compared after every step: what
+was delivered, in which order and at which attempt; depth, and depth as a COUNT over the tables; dead letters; leases
+that ended.
+
+Time passes by moving every timestamp in the tables back. All durations are multiples of 100 seconds and time passes in
+steps of 100 seconds and one, so nothing is ever due by a hair and a slow machine changes nothing.
+
+For a longer search: QUEEN_MODEL_EXAMPLES=5000 pytest tests/engine/test_model.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
+from psycopg.rows import dict_row
+from psycopg.types.multirange import Multirange
+from psycopg.types.range import Range
+
+from tests.engine.model import (
+    QUEUE_MODE,
+    DeadLetter,
+    Delivery,
+    LaneKey,
+    Model,
+    Outcome,
+    Popped,
+    Pushed,
+    Refused,
+    Scope,
+    Settling,
+)
+
+QUEUES = {"orders": {"namespace": "shop", "task": "pack"}, "refunds": {"namespace": "shop"}}
+GROUPS = [QUEUE_MODE, "audit", "mail"]
+PARTITIONS = ["Default", "north", "south"]
+SCOPES = [
+    *[Scope(queue=queue) for queue in QUEUES] * 4,
+    *[Scope(queue=queue, partition=partition) for queue in QUEUES for partition in PARTITIONS],
+    *[Scope(namespace="shop")] * 2,
+    Scope(task="pack"),
+    Scope(namespace="shop", task="pack"),
+]
+OPTIONS: dict[str, list[Any]] = {
+    "priority": [0, 5],
+    "lease_time": [100, 300],
+    "retry_limit": [0, 1, 3],
+    "retry_delay": [0, 100_000],
+    "dlq_after_max_retries": [True, False],
+    "delayed_processing": [0, 0, 100, 200],
+    "window_buffer": [0, 0, 100],
+    "max_wait_time_seconds": [0, 200, 300],
+    "max_queue_size": [0, 0, 4, 8],
+    "retention_enabled": [True, True, False],
+    "retention_seconds": [0, 200, 400],
+    "completed_retention_seconds": [0, 100],
+}
+
+# Every timestamp there is, but for those of rows that only people read.
+TIMES = {
+    "message_log": ["created_at"],
+    "lanes": ["created_at", "floor_created_at"],
+    "consumers": ["ready_at"],
+    "consumer_states": ["settled_at", "retry_at", "lease_expires_at", "popped_at"],
+    "consumer_groups_metadata": ["subscription_timestamp", "created_at"],
+    "dead_letter_queue": ["original_created_at", "failed_at"],
+}
+
+# Pending as a COUNT: what of a lane lies beyond its reader's cursor and was not settled ahead of it.
+COUNT_PENDING = """
+    SELECT count(*)
+    FROM queen.message_log AS m
+    JOIN queen.lanes AS l ON l.id = m.lane_id
+    JOIN queen.queues AS q ON q.id = l.queue_id
+    JOIN queen.consumers AS c ON c.lane_id = l.id AND c.consumer_group = %(group)s
+    LEFT JOIN queen.consumer_states AS s ON s.consumer_id = c.id
+    WHERE
+        q.name = %(queue)s AND m.seq > coalesce(s.cursor, c.start_seq)
+        AND NOT coalesce(s.ahead @> m.seq, FALSE)
+"""
+
+# What must be true of the tables whatever happened: each of these finds nothing.
+BROKEN = {
+    "a lane whose seqs have gaps": """
+        SELECT l.id FROM queen.lanes AS l JOIN queen.message_log AS m ON m.lane_id = l.id
+        GROUP BY l.id HAVING count(*) <> max(m.seq) - l.floor_seq OR min(m.seq) <> l.floor_seq + 1
+    """,
+    "a reader with two states": """
+        SELECT consumer_id FROM queen.consumer_states GROUP BY 1 HAVING count(*) > 1
+    """,
+    "failures that are not counted": """
+        SELECT s.consumer_id FROM queen.consumer_states AS s
+        WHERE s.redelivering <> (SELECT count(*) FROM queen.redeliveries AS r WHERE r.consumer_id = s.consumer_id)
+    """,
+    "failures of a message that is settled": """
+        SELECT r.consumer_id, r.seq
+        FROM queen.redeliveries AS r JOIN queen.consumer_states AS s ON s.consumer_id = r.consumer_id
+        WHERE r.seq <= s.cursor OR s.ahead @> r.seq
+    """,
+    "a lease that holds what is settled": """
+        SELECT s.consumer_id FROM queen.consumer_states AS s
+        WHERE s.held && (s.ahead + int8multirange(int8range(NULL, s.cursor, '[]')))
+    """,
+    "a reader that is called drained and is not": """
+        SELECT p.id FROM queen.partition_consumers AS p
+        WHERE p.ready_at IS NULL AND (p.pending <> 0 OR p.lease_id IS NOT NULL)
+    """,
+}
+
+
+class EngineFollowsModel(RuleBasedStateMachine):
+    """One example is one of these: queues and groups of its own, on a connection that all share."""
+
+    connection: psycopg.Connection[dict[str, Any]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.payloads = 0
+        self.lease_ids: list[object] = []  # all that were ever given out
+        self.last_delivery, self.last_dead_letter = self._last_ids()
+        self.first_delivery = self.last_delivery
+
+    # How to call
+
+    def sql(self, statement: str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        return self.connection.execute(statement, args or kwargs).fetchall()
+
+    def same(self, expected: Callable[[], Any], actual: Callable[[], Any]) -> None:
+        """Both answer the same, or the model refuses and the engine raises that SQLSTATE."""
+        try:
+            wanted = expected()
+        except Refused as refused:
+            with pytest.raises(psycopg.Error) as raised:
+                actual()
+            assert raised.value.sqlstate == refused.sqlstate
+        else:
+            assert actual() == wanted
+
+    def _last_ids(self) -> tuple[int, int]:
+        [row] = self.sql(
+            "SELECT (SELECT coalesce(max(id), 0) FROM queen.deliveries) AS d,"
+            " (SELECT coalesce(max(id), 0) FROM queen.dead_letter_queue) AS l"
+        )
+        return row["d"], row["l"]
+
+    def _new_expiries(self) -> list[tuple[LaneKey, str]]:
+        rows = self.sql(
+            "SELECT * FROM queen.deliveries WHERE id > %s AND expired > 0 ORDER BY id", self.last_delivery
+        )
+        return [(_lane(row), row["consumer_group"]) for row in rows]
+
+    def _new_evictions(self) -> list[tuple[LaneKey, str, int]]:
+        rows = self.sql(
+            "SELECT d.*, q.name AS queue_name"
+            " FROM queen.dead_letter_queue AS d JOIN queen.queues AS q ON q.id = d.queue_id"
+            " WHERE d.id > %s AND d.reason = 'evicted' ORDER BY d.id",
+            self.last_dead_letter,
+        )
+        return [(_lane(row), row["consumer_group"], row["seq"]) for row in rows]
+
+    # What may happen
+
+    @initialize()
+    def create_queues(self) -> None:
+        for name, options in QUEUES.items():
+            self.configure_queue(name, options)
+
+    @rule(queue=st.sampled_from(sorted(QUEUES)), data=st.data())
+    def configure(self, queue: str, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(sorted(OPTIONS)), min_size=1, max_size=3, unique=True))
+        self.configure_queue(queue, {name: data.draw(st.sampled_from(OPTIONS[name]), name) for name in names})
+
+    def configure_queue(self, queue: str, options: dict[str, Any]) -> None:
+        self.model.configure(queue, **options)
+        [row] = self.sql(
+            "SELECT * FROM queen.configure_queue(%s, %s)", queue, psycopg.types.json.Jsonb(options)
+        )
+        expected = vars(self.model.queues[queue])
+        assert {name: row[name] for name in expected} == expected
+
+    @rule(
+        queue=st.sampled_from(sorted(QUEUES)),
+        messages=st.lists(
+            st.tuples(
+                st.sampled_from(PARTITIONS),
+                st.sampled_from([0, 0, 0, 0, 5, 9]),
+                st.none() | st.sampled_from("abcdefgh"),
+            ),
+            min_size=1,
+            max_size=6,
+        ),
+    )
+    def push(self, queue: str, messages: list[tuple[str, int, str | None]]) -> None:
+        self._push(queue, messages)
+
+    @rule(
+        queue=st.sampled_from(sorted(QUEUES)),
+        partition=st.sampled_from(PARTITIONS),
+        priority=st.sampled_from([0, 0, 5]),
+        count=st.integers(1, 6),
+    )
+    def push_to_one_lane(self, queue: str, partition: str, priority: int, count: int) -> None:
+        self._push(queue, [(partition, priority, None)] * count)
+
+    def _push(self, queue: str, messages: list[tuple[str, int, str | None]]) -> None:
+        partitions, priorities, ids = (list(column) for column in zip(*messages, strict=True))
+        payloads = [self.payloads + i for i in range(len(messages))]
+        self.payloads += len(messages)
+        one_id = ids if any(ids) else None
+        if len(set(partitions)) == 1 and len(set(priorities)) == 1:
+            partitions, priorities = partitions[:1], priorities[:1]  # one value stands for all
+        self.same(
+            lambda: self.model.push(
+                queue, [(*message, payload) for message, payload in zip(messages, payloads, strict=True)]
+            ),
+            lambda: [
+                Pushed(
+                    row["status"],
+                    ids[i] and row["transaction_id"],
+                    row["partition"],
+                    row["seq"],
+                    row["priority"],
+                )
+                for i, row in enumerate(
+                    self.sql(
+                        "SELECT * FROM queen.push(%s, %s, %s, %s, NULL, %s::smallint[])",
+                        queue,
+                        [str(payload) for payload in payloads],
+                        partitions,
+                        one_id,
+                        priorities,
+                    )
+                )
+            ],
+        )
+
+    @rule(
+        scope=st.sampled_from(SCOPES),
+        group=st.sampled_from(GROUPS),
+        batch_size=st.sampled_from([1, 2, 3, 5, 100]),
+        max_partitions=st.sampled_from([1, 1, 2, 10]),
+        lease_seconds=st.sampled_from([None, None, 100, 200]),
+        mode=st.sampled_from(["all", "all", "all", "new", "timestamp"]),
+        auto_ack=st.booleans() | st.just(False),
+        data=st.data(),
+    )
+    def pop(
+        self,
+        scope: Scope,
+        group: str,
+        batch_size: int,
+        max_partitions: int,
+        lease_seconds: int | None,
+        mode: str,
+        auto_ack: bool,
+        data: st.DataObject,
+    ) -> None:
+        begins_at, subscription_from = self._a_time(data) if mode == "timestamp" else (0.0, None)
+        self._pop(
+            scope,
+            group,
+            subscription_from,
+            batch_size=batch_size,
+            max_partitions=max_partitions,
+            lease_seconds=lease_seconds,
+            mode=mode,
+            begins_at=begins_at,
+            auto_ack=auto_ack,
+        )
+
+    @rule(queue=st.sampled_from(sorted(QUEUES)), group=st.sampled_from(GROUPS), batch_size=st.integers(1, 5))
+    def pop_often(self, queue: str, group: str, batch_size: int) -> None:
+        """As a consumer does: until nothing comes. Whatever is deliverable has then been seen."""
+        for _ in range(20):
+            if not self._pop(Scope(queue), group, batch_size=batch_size, max_partitions=2):
+                break
+
+    def _pop(self, scope: Scope, group: str, subscription_from: Any = None, **options: Any) -> list[Popped]:
+        defaults: dict[str, Any] = {"max_partitions": 1, "lease_seconds": None, "mode": "all", "auto_ack": False}
+        asked = defaults | options
+        rows = self.sql(
+            "SELECT * FROM queen.pop(%(queue)s, %(partition)s, %(group)s, %(batch_size)s, %(max_partitions)s,"
+            " %(lease_seconds)s, %(mode)s, %(subscription_from)s, %(auto_ack)s, %(namespace)s, %(task)s)",
+            **vars(scope),
+            **{name: value for name, value in asked.items() if name != "begins_at"},
+            group=None if group == QUEUE_MODE else group,
+            subscription_from=subscription_from,
+        )
+        popped = [
+            Popped(_lane(row), row["seq"], row["payload"], row["attempt"], row["lease_id"]) for row in rows
+        ]
+        assert all(row["consumer_group"] == group for row in rows)
+        self.model.pop(
+            scope,
+            group,
+            popped,
+            expired=[lane for lane, other in self._new_expiries() if other == group],
+            evicted=[(lane, seq) for lane, other, seq in self._new_evictions() if other == group],
+            **asked,
+        )
+        self.lease_ids += [p.lease_id for p in popped if p.lease_id and p.lease_id not in self.lease_ids]
+        self.compare()
+        return popped
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(data=st.data(), error=st.sampled_from([None, "it broke"]))
+    def settle(self, data: st.DataObject, error: str | None) -> None:
+        """Of one or more leases any part, each message in any way; sometimes what is not theirs any more."""
+        live = [lease_id for lease_id in self.lease_ids if self.model.reader_of(lease_id)]
+        choice = st.sampled_from(live) if live else st.nothing()
+        if data.draw(st.integers(0, 9)) == 0 or not live:
+            choice = st.sampled_from(self.lease_ids)
+        lease_ids = data.draw(st.lists(choice, min_size=1, max_size=2, unique=True))
+        self._settle([self._draw_settling(lease_id, data) for lease_id in lease_ids], error)
+
+    def _draw_settling(self, lease_id: object, data: st.DataObject) -> Settling:
+        reader = self.model.reader_of(lease_id)
+        seqs = sorted(reader.lease.held) if reader and reader.lease else [1]
+        if data.draw(st.integers(0, 19)) == 0:
+            seqs.append(max(seqs) + 1)
+        kinds = st.sampled_from(["completed", "completed", "failed", "failed", "rejected", "released", None])
+        if data.draw(st.booleans()):
+            kind = data.draw(kinds)
+            outcomes = [kind] * len(seqs)
+        else:
+            outcomes = data.draw(st.lists(kinds, min_size=len(seqs), max_size=len(seqs)))
+        return Settling(
+            lease_id,
+            **{
+                kind: frozenset(seq for seq, outcome in zip(seqs, outcomes, strict=True) if outcome == kind)
+                for kind in ("completed", "failed", "rejected", "released")
+            },
+        )
+
+    def _settle(self, settlings: list[Settling], error: str | None = None) -> None:
+        def call() -> list[Outcome]:
+            rows = self.sql(
+                "SELECT * FROM queen.settle(%s::uuid[], %s::int8multirange[], %s::int8multirange[],"
+                " %s::int8multirange[], %s::int8multirange[], %s)",
+                [s.lease_id for s in settlings],
+                *[
+                    [_multirange(getattr(s, kind)) for s in settlings]
+                    for kind in ("completed", "failed", "rejected", "released")
+                ],
+                error,
+            )
+            named = [s.lease_id for s in settlings if s.named]
+            assert [row.pop("lease_id") for row in rows] == named
+            return [Outcome(**row) for row in rows]
+
+        self.same(lambda: self.model.settle(settlings, error), call)
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(data=st.data())
+    def acknowledge_everything(self, data: st.DataObject) -> None:
+        live = [r.lease for r in self.model.readers.values() if r.lease is not None]
+        if live:
+            self._settle([Settling(lease.id, completed=frozenset(lease.held)) for lease in live])
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(data=st.data(), seconds=st.sampled_from([100, 300, 500]))
+    def renew(self, data: st.DataObject, seconds: int) -> None:
+        lease_ids = data.draw(st.lists(st.sampled_from(self.lease_ids), min_size=1, max_size=2, unique=True))
+        self.same(
+            lambda: self.model.renew(lease_ids, seconds) or lease_ids,
+            lambda: [
+                row["lease_id"]
+                for row in self.sql("SELECT * FROM queen.renew(%s::uuid[], %s)", lease_ids, seconds)
+            ],
+        )
+
+    @precondition(lambda self: self.lease_ids)
+    @rule(data=st.data())
+    def a_consumer_dies(self, data: st.DataObject) -> None:
+        """Its lease runs out now, and whoever has waited for that may look."""
+        lease_id = data.draw(st.sampled_from(self.lease_ids))
+        reader = self.model.reader_of(lease_id)
+        if reader is None or reader.lease is None:
+            return
+        self.model.advance(0.001)
+        reader.lease.expires_at = self.model.now
+        self.connection.execute(
+            """
+            WITH ended AS (
+                UPDATE queen.consumer_states SET lease_expires_at = clock_timestamp()
+                WHERE lease_id = %s RETURNING consumer_id
+            )
+            UPDATE queen.consumers SET ready_at = least(ready_at, clock_timestamp())
+            WHERE id IN (SELECT consumer_id FROM ended)
+            """,
+            [lease_id],
+        )
+
+    @rule(hundreds=st.sampled_from([1, 1, 2, 3]))
+    def time_passes(self, hundreds: int) -> None:
+        seconds = hundreds * 100 + 1
+        self.model.advance(seconds)
+        for table, columns in TIMES.items():
+            moves = ", ".join(f"{column} = {column} - make_interval(secs => {seconds})" for column in columns)
+            self.connection.execute(f"UPDATE queen.{table} SET {moves}")  # type: ignore[arg-type]
+
+    def _a_time(self, data: st.DataObject) -> tuple[float, Any]:
+        """A moment, for the model and for the engine: a message's, which is then not before it, or one to come."""
+        messages = [(lane, message) for lane in self.model.lanes.values() for message in lane.messages]
+        if not messages or data.draw(st.integers(0, 3)) == 0:
+            [row] = self.sql("SELECT clock_timestamp() + make_interval(secs => 150) AS at")
+            return self.model.now + 150, row["at"]
+        lane, message = data.draw(st.sampled_from(messages))
+        [row] = self.sql(
+            "SELECT created_at AS at FROM queen.messages"
+            " WHERE queue_name = %s AND partition_name = %s AND priority = %s AND seq = %s",
+            lane.key.queue, lane.key.partition, lane.key.priority, message.seq,
+        )  # fmt: skip
+        return message.created_at, row["at"]
+
+    @rule(
+        queue=st.sampled_from(sorted(QUEUES)),
+        group=st.sampled_from(GROUPS),
+        partition=st.none() | st.sampled_from(PARTITIONS),
+        to=st.sampled_from(["beginning", "beginning", "end", "time"]),
+        data=st.data(),
+    )
+    def seek(self, queue: str, group: str, partition: str | None, to: str, data: st.DataObject) -> None:
+        moment, to_time = self._a_time(data) if to == "time" else (0.0, None)
+        self.same(
+            lambda: self.model.seek(queue, group, moment if to == "time" else to, partition),
+            lambda: self.sql(
+                "SELECT queen.seek(%s, %s, %s, %s, %s) AS moved",
+                queue, group, None if to == "time" else to, to_time, partition,
+            )[0]["moved"],
+        )  # fmt: skip
+
+    @rule(group=st.sampled_from(GROUPS), queue=st.none() | st.sampled_from(sorted(QUEUES)))
+    def delete_group(self, group: str, queue: str | None) -> None:
+        self.same(
+            lambda: self.model.delete_group(group, queue),
+            lambda: self.sql("SELECT queen.delete_consumer_group(%s, %s) AS n", group, queue)[0]["n"],
+        )
+
+    @precondition(lambda self: self.model.dead_letters)
+    @rule(
+        queue=st.sampled_from(sorted(QUEUES)),
+        by_id=st.booleans(),
+        group=st.none() | st.sampled_from(GROUPS),
+        max_rows=st.sampled_from([1, 1000]),
+        data=st.data(),
+    )
+    def requeue(self, queue: str, by_id: bool, group: str | None, max_rows: int, data: st.DataObject) -> None:
+        ids = self._draw_dead_letters(data) if by_id else None
+        self.same(
+            lambda: self.model.requeue(queue, ids, group, max_rows),
+            lambda: [
+                (row["id"], row["partition"], row["seq"])
+                for row in self.sql(
+                    "SELECT * FROM queen.requeue_dead_letters(%s, %s::bigint[], %s, %s)", queue, ids, group, max_rows
+                )
+            ],
+        )
+
+    @precondition(lambda self: self.model.dead_letters)
+    @rule(
+        queue=st.sampled_from(sorted(QUEUES)),
+        by_id=st.booleans(),
+        group=st.none() | st.sampled_from(GROUPS),
+        data=st.data(),
+    )
+    def purge(self, queue: str, by_id: bool, group: str | None, data: st.DataObject) -> None:
+        ids = self._draw_dead_letters(data) if by_id else None
+        self.same(
+            lambda: self.model.purge(queue, ids, group),
+            lambda: self.sql(
+                "SELECT queen.purge_dead_letters(%s, %s::bigint[], %s) AS n", queue, ids, group
+            )[0]["n"],
+        )
+
+    def _draw_dead_letters(self, data: st.DataObject) -> list[int]:
+        ids = sorted(d.id for d in self.model.dead_letters if d.id is not None)
+        return data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=3, unique=True))
+
+    @rule(queue=st.sampled_from(sorted(QUEUES)))
+    def reclaim(self, queue: str) -> None:
+        self.same(
+            lambda: self.model.reclaim(queue), lambda: self.sql("SELECT queen.reclaim(%s) AS n", queue)[0]["n"]
+        )
+
+    @rule(queue=st.sampled_from(sorted(QUEUES)), max_rows=st.sampled_from([1, 2, 10000]))
+    def evict(self, queue: str, max_rows: int) -> None:
+        rows = self.sql("SELECT * FROM queen.evict(%s, %s)", queue, max_rows)
+        assert all(row["queue_name"] == queue for row in rows)
+        evicted = {row["consumer_group"]: row["evicted"] for row in rows}
+        assert evicted == self.model.evict(queue, self._new_expiries(), self._new_evictions(), max_rows)
+
+    @rule(queue=st.sampled_from(sorted(QUEUES)))
+    def retain(self, queue: str) -> None:
+        rows = self.sql("SELECT * FROM queen.retain(%s)", queue)
+        deleted = [(row["partition"], row["retention_type"], row["deleted"]) for row in rows]
+        assert sorted(deleted) == sorted(self.model.retain(queue))
+
+    @rule(scope=st.sampled_from(SCOPES), group=st.sampled_from(GROUPS), data=st.data())
+    def roll_back(self, scope: Scope, group: str, data: st.DataObject) -> None:
+        """A consumer takes messages, finishes them, pushes onward, and crashes before it commits."""
+        with self.connection.transaction(force_rollback=True):
+            rows = self.sql(
+                "SELECT * FROM queen.pop(%(queue)s, %(partition)s, %(group)s, 3, 2, namespace => %(namespace)s,"
+                " task => %(task)s)",
+                **vars(scope),
+                group=group,
+            )
+            for lease_id in {row["lease_id"] for row in rows}:
+                self.sql("SELECT * FROM queen.ack(%s)", lease_id)
+            if not self.model.queues["refunds"].max_queue_size:
+                self.sql("SELECT * FROM queen.push('refunds', '{0}', '{onward}')")
+
+    # What must hold after each
+
+    @invariant()
+    def compare(self) -> None:
+        if self.model.queues:
+            self._compare_dead_letters()
+            self._compare_deliveries()
+            self._compare_depth()
+            for what, statement in BROKEN.items():
+                assert self.sql(statement) == [], what
+
+    def _compare_dead_letters(self) -> None:
+        rows = self.sql(
+            "SELECT d.*, q.name AS queue_name"
+            " FROM queen.dead_letter_queue AS d JOIN queen.queues AS q ON q.id = d.queue_id ORDER BY d.id"
+        )
+        nameless = [d for d in self.model.dead_letters if d.id is None]
+        for row in rows:
+            if row["id"] > self.last_dead_letter:
+                same = [d for d in nameless if (d.lane, d.seq, d.group) == (_lane(row), row["seq"], row["consumer_group"])]
+                assert same, f"a dead letter too many: {row}"
+                same[0].id = row["id"]
+                nameless.remove(same[0])
+                self.last_dead_letter = row["id"]
+        assert not nameless, "a dead letter is missing"
+        actual = [
+            DeadLetter(
+                _lane(row), row["seq"], row["consumer_group"], row["reason"], row["error_message"], row["retry_count"],
+                row["payload"], row["id"],
+                int(row["requeued_message_id"].hex[-15:], 16) if row["requeued_message_id"] else None,
+            )
+            for row in rows
+        ]  # fmt: skip
+        assert actual == sorted(self.model.dead_letters, key=lambda d: d.id or 0)
+
+    def _compare_deliveries(self) -> None:
+        rows = self.sql("SELECT * FROM queen.deliveries WHERE id > %s ORDER BY id", self.first_delivery)
+        names = ("first_seq", "last_seq", "attempt", "completed", "failed", "rejected", "released", "expired")
+        actual = [Delivery(_lane(row), row["consumer_group"], **{name: row[name] for name in names}) for row in rows]
+        assert sorted(actual, key=str) == sorted(self.model.deliveries, key=str)
+        self.last_delivery = max((row["id"] for row in rows), default=self.last_delivery)
+
+    def _compare_depth(self) -> None:
+        model = self.model
+        for group in GROUPS:
+            for queue in QUEUES:
+                [depth] = self.sql("SELECT * FROM queen.depth(%s, %s)", queue, group)
+                assert depth["pending"] == model.pending(queue, group), (queue, group)
+                assert depth["in_flight"] == model.in_flight(queue, group), (queue, group)
+                assert depth["dead_letters"] == len(model.waiting_dead_letters(queue, group)), (queue, group)
+                assert (depth["oldest_age_seconds"] or 0) == pytest.approx(model.oldest_age(queue, group), abs=45)
+                met = [r for (key, name), r in model.readers.items() if key.queue == queue and name == group]
+                [counted] = self.sql(COUNT_PENDING, queue=queue, group=group)
+                assert counted["count"] == sum(len(r.pending) for r in met), (queue, group)
+            [depth] = self.sql("SELECT * FROM queen.depth(namespace => 'shop', consumer_group => %s)", group)
+            assert depth["pending"] == sum(model.pending(queue, group) for queue in QUEUES)
+        self._compare_stats()
+
+    def _compare_stats(self) -> None:
+        model = self.model
+        expected = {}
+        for lane in model.lanes.values():
+            groups = [group for name, group in model.groups if name == lane.key.queue] or [None]
+            for group in groups:
+                reader = model.readers.get((lane.key, group)) if group else None
+                expected[lane.key, group] = (
+                    lane.floor + 1,
+                    lane.last_seq,
+                    len(lane.messages),
+                    len(model.backlog(group, lane)) if group else len(lane.messages),
+                    reader.completed if reader else 0,
+                    reader.dropped if reader else 0,
+                )
+        actual = {
+            (_lane(row), row["consumer_group"]): tuple(
+                row[name]
+                for name in ("first_seq", "last_seq", "retained", "pending", "total_completed", "total_dropped")
+            )
+            for row in self.sql("SELECT * FROM queen.stats()")
+        }
+        assert actual == expected
+        groups = {
+            (row["queue_name"], row["consumer_group"]): row["pending"]
+            for row in self.sql("SELECT * FROM queen.list_consumer_groups()")
+        }
+        assert groups == {(queue, group): model.pending(queue, group) for queue, group in model.groups}
+
+    def teardown(self) -> None:
+        """Queues leave nothing behind; what outlives them by intention goes too, for the next example."""
+        for queue in QUEUES:
+            self.sql("SELECT queen.delete_queue(%s)", queue)
+        for group in GROUPS:
+            self.sql("SELECT queen.delete_consumer_group(%s)", group)
+        left = self.sql(
+            "SELECT * FROM ("
+            + " UNION ALL ".join(
+                f"SELECT '{table}' AS name, count(*) AS rows FROM queen.{table}"
+                for table in (*TIMES, "queues", "partitions", "queue_groups", "redeliveries")
+            )
+            + ") AS counts WHERE rows > 0"
+        )
+        for table in (*TIMES, "redeliveries", "deliveries", "retention_history", "queue_groups", "partitions", "queues"):
+            self.connection.execute(f"DELETE FROM queen.{table}")  # type: ignore[arg-type]
+        assert left == []
+
+
+def _lane(row: dict[str, Any]) -> LaneKey:
+    return LaneKey(row["queue_name"], row.get("partition_name") or row["partition"], row["priority"])
+
+
+def _multirange(seqs: frozenset[int]) -> Multirange[int] | None:
+    return Multirange([Range(seq, seq, "[]") for seq in sorted(seqs)]) if seqs else None
+
+
+def search(connection: psycopg.Connection[dict[str, Any]], examples: int, *, derandomize: bool = True) -> None:
+    """Run examples until one fails; raise with the shortest one that does."""
+    connection.execute("SET synchronous_commit = OFF")  # nobody pulls the plug here
+    run_machine(
+        type("Machine", (EngineFollowsModel,), {"connection": connection}),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            database=None,
+            derandomize=derandomize,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, Phase.shrink],
+            print_blob=False,
+            report_multiple_bugs=False,
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+@pytest.mark.timeout(1800)  # a failure is made small before it is shown
+def test_the_engine_does_what_the_model_says(queen_dsn: str) -> None:
+    with psycopg.connect(queen_dsn, autocommit=True, row_factory=dict_row) as connection:
+        wanted = os.environ.get("QUEEN_MODEL_EXAMPLES")
+        usual = 100 if connection.info.server_version >= 180000 else 15
+        search(connection, int(wanted or usual), derandomize=not wanted)
