@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ def connection_json(dsn: str) -> str:
 @pytest.fixture(scope="session")
 def tasks_dsn(postgres_18: PostgresServer, queen_template: Callable[[PostgresServer], str]) -> str:
     """One database for all: what is tested here lies above it. And one server: the engine's tests have all."""
-    return postgres_18.create_database("tasks", queen_template(postgres_18))
+    return postgres_18.create_database(f"tasks_{uuid.uuid4().hex}", queen_template(postgres_18))
 
 
 @pytest.fixture

@@ -35,8 +35,6 @@ _BY_SQLSTATE: dict[str, type[QueenError]] = {
     "QN005": EncryptionChangedError,
 }
 _CONFLICTS = frozenset({"40001", "40P01"})
-# A transaction whose snapshot is older than the lock that it waited for may find its next seq taken.
-_UNIQUE_VIOLATION = "23505"
 _NO_SCHEMA = frozenset({"3F000", "42P01", "42883", "42703"})
 # admin_shutdown, crash_shutdown, cannot_connect_now: the session is over, whatever else is said.
 _SHUTDOWN = frozenset({"57P01", "57P02", "57P03"})
@@ -50,8 +48,6 @@ def translate(error: psycopg.Error, *, connection_closed: bool) -> QueenError:
         return _BY_SQLSTATE[sqlstate](". ".join(filter(None, (text, error.diag.message_hint))))
     if sqlstate in _CONFLICTS:
         return TransactionConflictError(text, sqlstate)
-    if sqlstate == _UNIQUE_VIOLATION:
-        return TransactionConflictError(f"another transaction was faster ({_condition(error)})", sqlstate)
     if connection_closed or sqlstate in _SHUTDOWN or (sqlstate or "").startswith("08"):
         return ConnectionLostError(
             f"the connection to the database broke during a call ({_one_line(error)}): whether the call took"

@@ -26,7 +26,7 @@ def nearest(value: object, known: Iterable[str], cutoff: float = 0.0) -> str | N
 class RetryPolicy:
     """When to repeat what failed by chance: exponential backoff with a cap, and jitter against lockstep."""
 
-    attempts: int = 8
+    attempts: int = 10
     first_delay: float = 0.02
     longest_delay: float = 2.0
     random: Callable[[], float] = field(default=random.random, repr=False, compare=False)

@@ -10,7 +10,7 @@ from airflow.sdk.bases.decorator import DecoratedOperator, TaskDecorator, task_d
 
 from airflow_provider_queen.client import Message
 from airflow_provider_queen.exceptions import InvalidOptionError
-from airflow_provider_queen.operators._consumer import Tally
+from airflow_provider_queen.operators._consumer import Consumer, Tally
 from airflow_provider_queen.operators.pop import QueenPopOperator, json_size
 
 if TYPE_CHECKING:
@@ -40,9 +40,8 @@ class _QueenDecoratedOperator(DecoratedOperator, QueenPopOperator):
             if name in kwargs:
                 raise InvalidOptionError(f"{name} is given: with @task.queen, that is the decorated function")
         _check_signature(python_callable)
-        # One call: of all that is ready, from wherever.
+        self._once = kwargs.get("max_messages") is None
         batch_size = kwargs.setdefault("batch_size", 100)
-        kwargs.setdefault("max_messages", batch_size)
         kwargs.setdefault("max_partitions", batch_size)
         self._returned: list[Any] = []
         super().__init__(
@@ -56,6 +55,12 @@ class _QueenDecoratedOperator(DecoratedOperator, QueenPopOperator):
     def execute(self, context: Context) -> Any:
         self._returned = []
         return super().execute(context)
+
+    def _work(self, consumer: Consumer, wait_seconds: float) -> None:
+        if self._once:
+            consumer.run_once(self.batch_size, wait_seconds)
+        else:
+            super()._work(consumer, wait_seconds)
 
     def _handle(self, messages: list[Message], context: Context) -> Any:
         arguments = (messages, *tuple(self.op_args)[1:])
@@ -89,8 +94,8 @@ def queen_task(python_callable: Callable[..., Any] | None = None, **kwargs: Any)
     them, to be redelivered. It is not called where no message is ready.
 
     It is usually called once, with up to ``batch_size`` messages of any partition. A message that failed
-    before comes alone, in a call of its own; and a ``max_messages`` over ``batch_size`` asks for several
-    calls. The task returns what the function returned; lists of several calls are joined, other values
+    before comes alone, in a call of its own; and ``max_messages`` asks for one batch after the other, until
+    so many were popped or none is ready. The task returns what the function returned; lists of several calls are joined, other values
     listed. With ``forward_to``, what it returns is pushed there in the transaction
     that acknowledges, and the task returns the counts of what happened.
 

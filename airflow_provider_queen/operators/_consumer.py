@@ -88,16 +88,18 @@ class Consumer:
         self._thread = threading.get_ident()
         self._killed = False
 
-    def run(self, max_messages: int | None, batch_size: int, wait_seconds: float) -> Tally:
+    def run(self, max_messages: int | None, batch_size: int, wait_seconds: float) -> None:
         """Work until nothing is ready, or ``max_messages`` were popped."""
-        tally = self.tally
-        while max_messages is None or tally.popped < max_messages:
-            size = batch_size if max_messages is None else min(batch_size, max_messages - tally.popped)
-            messages = self._pop(size, 0 if tally.popped else wait_seconds)
-            if not messages:
+        while max_messages is None or self.tally.popped < max_messages:
+            size = batch_size if max_messages is None else min(batch_size, max_messages - self.tally.popped)
+            if not self.run_once(size, 0 if self.tally.popped else wait_seconds):
                 break
-            self._work_through(messages)
-        return tally
+
+    def run_once(self, batch_size: int, wait_seconds: float) -> bool:
+        """Work on one batch; returns whether there was one."""
+        messages = self._pop(batch_size, wait_seconds)
+        self._work_through(messages)
+        return bool(messages)
 
     def collect(
         self, max_messages: int, batch_size: int, wait_seconds: float, fits: Callable[[Message], bool]

@@ -156,7 +156,7 @@ class QueenPopOperator(QueueLineage, BaseOperator):
             if not self._has_callable():
                 returned: Any = self._collect(consumer, wait_seconds)
             else:
-                consumer.run(self.max_messages, self.batch_size, wait_seconds)
+                self._work(consumer, wait_seconds)
                 returned = self._result(consumer.tally)
         tally = consumer.tally
         if not tally.popped:
@@ -192,6 +192,9 @@ class QueenPopOperator(QueueLineage, BaseOperator):
 
     def _has_callable(self) -> bool:
         return self.process is not None or self.process_batch is not None
+
+    def _work(self, consumer: Consumer, wait_seconds: float) -> None:
+        consumer.run(self.max_messages, self.batch_size, wait_seconds)
 
     def _handle(self, messages: list[Message], context: Context) -> Any:
         """Process messages that succeed or fail together."""

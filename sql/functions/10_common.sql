@@ -73,6 +73,17 @@ AS $$
     SELECT hashtextextended(consumer_group, 5817410277391022104 + queue_id);
 $$;
 
+CREATE OR REPLACE FUNCTION queen.subscription_lock(
+    consumer_group text, queue_name text, partition text, namespace text, task text
+)
+RETURNS bigint
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT hashtextextended(
+        jsonb_build_array(consumer_group, queue_name, partition, namespace, task)::text, 5817410277391022105
+    );
+$$;
+
 -- The word of the list that shares most letter pairs with the given one; NULL for an empty list.
 CREATE OR REPLACE FUNCTION queen.nearest(word text, words text[])
 RETURNS text

@@ -19,6 +19,22 @@ AS $$
     LIMIT 1;
 $$;
 
+-- Every group that exists for a queue: those that have met it, and those that subscribed to its namespace or task.
+CREATE OR REPLACE FUNCTION queen.groups_of(queue queen.queues)
+RETURNS SETOF text
+LANGUAGE sql STABLE
+SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT g.consumer_group FROM queen.queue_groups AS g WHERE g.queue_id = queue.id
+    UNION
+    SELECT s.consumer_group
+    FROM queen.consumer_groups_metadata AS s
+    WHERE
+        s.queue_name IS NULL
+        AND (s.namespace IS NULL OR s.namespace = queue.namespace)
+        AND (s.task IS NULL OR s.task = queue.task);
+$$;
+
 -- The seq after which a group begins to read a lane that it meets now.
 -- A lane that was not there yet when the group subscribed is read from its first message, whatever the clock said:
 -- its creator may have stamped messages before the subscription and committed after it.
@@ -49,9 +65,12 @@ $$;
 -- Nobody waits for anybody's open transaction here:
 --   discover | discover, same group   the second does without: the first is finding what there is. At a first contact
 --                                     it waits a tenth of a second, since without rows there is nothing to pop.
+--                                     (seek and requeue cannot do without: they wait for the lock before they call.)
 --   discover | a push creates a lane  neither sees the other. The lane's creator has a higher transaction id than
 --                                     discovered_xid, the oldest one still running now, so a later pop finds it.
 --   discover | a push to a lane       the push cannot wake a row that it does not see, so no row begins as drained.
+--   discover | retention              the lane's row: a lane that retention is deleting from is met by a later pop, and
+--                                     retention leaves out a lane that we are just giving to a group.
 --   discover | delete_queue           the queue's row: delete waits for us, or we find no queue.
 CREATE OR REPLACE FUNCTION queen.discover(
     consumer_group text, queue_ids integer[], queue_name text, partition text, namespace text, task text,
@@ -73,20 +92,35 @@ DECLARE
     subscription queen.consumer_groups_metadata;
     by_partition boolean;
 BEGIN
-    FOREACH qid IN ARRAY CASE WHEN discover.queue_ids = '{}' THEN '{0}' ELSE discover.queue_ids END LOOP
-        FOR i IN 1..tries LOOP
-            first_contact := NOT EXISTS (
-                SELECT 1 FROM queen.queue_groups AS g
-                WHERE g.queue_id = qid AND g.consumer_group = discover.consumer_group
+    FOR i IN 1..tries LOOP
+        -- Taken again and again by one transaction these locks cost nothing, so a round that stops half-way does no harm.
+        EXIT WHEN
+            pg_try_advisory_xact_lock(queen.subscription_lock(
+                discover.consumer_group, discover.queue_name, discover.partition, discover.namespace, discover.task
+            ))
+            AND NOT EXISTS (
+                SELECT 1 FROM unnest(discover.queue_ids) AS x (id)
+                WHERE NOT pg_try_advisory_xact_lock(queen.discovery_lock(x.id, discover.consumer_group))
             );
-            EXIT WHEN pg_try_advisory_xact_lock(queen.discovery_lock(qid, discover.consumer_group));
-            IF NOT first_contact OR i = tries THEN
-                RETURN;
-            END IF;
-            PERFORM pg_sleep(0.005);
-        END LOOP;
+        IF i = tries OR NOT EXISTS (
+            SELECT 1 FROM unnest(discover.queue_ids) AS x (id)
+            WHERE NOT EXISTS (
+                SELECT 1 FROM queen.queue_groups AS g
+                WHERE g.queue_id = x.id AND g.consumer_group = discover.consumer_group
+            )
+        ) THEN
+            RETURN;
+        END IF;
+        PERFORM pg_sleep(0.005);
     END LOOP;
 
+    -- The queues' rows before anything is written for them: what delete_queue takes along must be complete.
+    FOREACH qid IN ARRAY discover.queue_ids LOOP
+        PERFORM 1 FROM queen.queues AS q WHERE q.id = qid FOR KEY SHARE;
+        IF NOT FOUND AND discover.queue_name IS NOT NULL THEN
+            PERFORM queen.raise_unknown_queue(discover.queue_name);
+        END IF;
+    END LOOP;
     INSERT INTO queen.consumer_groups_metadata (
         consumer_group, queue_name, partition_name, namespace, task, subscription_mode, subscription_timestamp
     )
@@ -101,7 +135,7 @@ BEGIN
     first_contact := FOUND;
 
     FOREACH qid IN ARRAY discover.queue_ids LOOP
-        SELECT q.* INTO queue FROM queen.queues AS q WHERE q.id = qid FOR KEY SHARE;
+        SELECT q.* INTO queue FROM queen.queues AS q WHERE q.id = qid;
         CONTINUE WHEN NOT FOUND;
         INSERT INTO queen.queue_groups (queue_id, consumer_group)
         VALUES (qid, discover.consumer_group)
@@ -153,9 +187,21 @@ BEGIN
                     SELECT 1 FROM queen.consumers AS c
                     WHERE c.lane_id = l.id AND c.consumer_group = discover.consumer_group
                 )
+            FOR SHARE OF l SKIP LOCKED
         ) AS f
         ON CONFLICT (lane_id, consumer_group) DO NOTHING;
-        IF discover.partition IS NULL AND known.discovered_xid < ended_xid THEN
+        IF
+            discover.partition IS NULL AND known.discovered_xid < ended_xid
+            AND NOT EXISTS (
+                SELECT 1 FROM queen.lanes AS l
+                WHERE
+                    l.queue_id = queue.id AND l.created_xid >= known.discovered_xid AND l.created_xid < ended_xid
+                    AND NOT EXISTS (
+                        SELECT 1 FROM queen.consumers AS c
+                        WHERE c.lane_id = l.id AND c.consumer_group = discover.consumer_group
+                    )
+            )
+        THEN
             UPDATE queen.queue_groups AS g
             SET discovered_xid = ended_xid
             WHERE g.queue_id = queue.id AND g.consumer_group = discover.consumer_group;

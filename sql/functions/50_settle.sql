@@ -129,10 +129,8 @@ BEGIN
             IF outcome.retried > 0 THEN
                 new_state.retry_at := greatest(
                     old_state.retry_at,
-                    now_at + least(
-                        lease.retry_delay * interval '1 millisecond'
-                        * power(2, least(failures.most_failures - 1, 30)),
-                        interval '5 minutes'
+                    now_at + interval '1 millisecond' * least(
+                        lease.retry_delay::float8 * power(2, least(failures.most_failures - 1, 30)), 300000
                     )
                 );
             END IF;

@@ -90,9 +90,10 @@ SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT coalesce(
         (
-            SELECT max((SELECT coalesce(sum(b.pending), 0) FROM queen.group_backlog(g.queue_id, g.consumer_group) AS b))
-            FROM queen.queue_groups AS g
-            WHERE g.queue_id = largest_backlog.queue_id
+            SELECT max((SELECT coalesce(sum(b.pending), 0) FROM queen.group_backlog(q.id, g.consumer_group) AS b))
+            FROM queen.queues AS q
+            CROSS JOIN LATERAL queen.groups_of(q) AS g (consumer_group)
+            WHERE q.id = largest_backlog.queue_id
         ),
         (SELECT sum(b.pending) FROM queen.group_backlog(largest_backlog.queue_id, '') AS b),
         0
@@ -198,7 +199,7 @@ BEGIN
         p.settled_at
     FROM queen.queues AS q
     INNER JOIN queen.lanes AS l ON l.queue_id = q.id
-    LEFT JOIN queen.queue_groups AS g ON g.queue_id = q.id
+    LEFT JOIN LATERAL queen.groups_of(q) AS g (consumer_group) ON TRUE
     LEFT JOIN queen.partition_consumers AS p ON p.lane_id = l.id AND p.consumer_group = g.consumer_group
     LEFT JOIN LATERAL (
         SELECT m.seq, m.created_at FROM queen.message_log AS m WHERE m.lane_id = l.id ORDER BY m.seq DESC LIMIT 1

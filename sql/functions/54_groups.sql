@@ -27,6 +27,8 @@ BEGIN
         ));
     END IF;
     PERFORM queen.check_name('consumer group', reader);
+    PERFORM pg_advisory_xact_lock(queen.subscription_lock(reader, seek.queue_name, seek.partition, NULL, NULL));
+    PERFORM pg_advisory_xact_lock(queen.discovery_lock(qid, reader));
     PERFORM queen.discover(reader, ARRAY[qid], seek.queue_name, seek.partition, NULL, NULL, 'all', NULL, clock_timestamp());
     IF seek.partition IS NOT NULL AND NOT EXISTS (
         SELECT 1 FROM queen.lanes AS l WHERE l.queue_id = qid AND l.name = seek.partition

@@ -34,8 +34,30 @@ BEGIN
 END
 $$;
 
+-- Gives a group its rows for lanes that it has not met, whatever its subscription covers.
+CREATE OR REPLACE FUNCTION queen.meet_lanes(consumer_group text, queue queen.queues, lane_ids bigint[])
+RETURNS void
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+#variable_conflict use_column
+BEGIN
+    PERFORM pg_advisory_xact_lock(queen.discovery_lock(queue.id, meet_lanes.consumer_group));
+    INSERT INTO queen.consumers (lane_id, queue_id, priority, consumer_group, start_seq, ready_at)
+    SELECT
+        f.id, f.queue_id, f.priority, meet_lanes.consumer_group,
+        queen.start_seq(queen.subscription_of(meet_lanes.consumer_group, queue, f.name), f, FALSE), clock_timestamp()
+    FROM (
+        SELECT l.* FROM queen.lanes AS l WHERE l.id = ANY (meet_lanes.lane_ids) ORDER BY l.id FOR SHARE
+    ) AS l
+    INNER JOIN queen.lanes AS f ON f.id = l.id
+    ON CONFLICT (lane_id, consumer_group) DO NOTHING;
+END
+$$;
+
 -- Pushes dead letters back to their partitions, as new messages: same payload and trace, requeued_from names the
 -- original. Only the group that gave up sees them: for the other groups that exist they count as settled.
+-- (A group that has not met the partition yet meets it now, so that it can be told.)
 -- Asked again for the same ids, it answers with what they became. The oldest first.
 --   requeue | requeue   the rows of the dead letters are locked by ascending id; the second finds them requeued.
 CREATE OR REPLACE FUNCTION queen.requeue_dead_letters(
@@ -81,6 +103,13 @@ BEGIN
         LIMIT CASE WHEN requeue_dead_letters.ids IS NULL THEN requeue_dead_letters.max_rows END
         FOR UPDATE
     ) AS c;
+
+    PERFORM queen.meet_lanes(g.consumer_group, q, ARRAY(
+        SELECT DISTINCT d.lane_id FROM queen.dead_letter_queue AS d WHERE d.id = ANY (chosen) AND d.requeued_at IS NULL
+    ))
+    FROM queen.queues AS q
+    CROSS JOIN LATERAL queen.groups_of(q) AS g (consumer_group)
+    WHERE q.id = qid AND chosen IS NOT NULL;
 
     FOR encrypted IN
         SELECT DISTINCT d.is_encrypted FROM queen.dead_letter_queue AS d

@@ -61,7 +61,7 @@ BEGIN
     FOR target IN
         SELECT q AS queue, q.id, q.name, q.max_wait_time_seconds, g.consumer_group
         FROM queen.queues AS q
-        INNER JOIN queen.queue_groups AS g ON g.queue_id = q.id
+        CROSS JOIN LATERAL queen.groups_of(q) AS g (consumer_group)
         WHERE q.max_wait_time_seconds > 0 AND (qid IS NULL OR q.id = qid)
         ORDER BY q.id, g.consumer_group
     LOOP
@@ -137,7 +137,7 @@ BEGIN
         min(CASE WHEN c.id IS NULL THEN lane.floor_seq ELSE queen.fold(greatest(s.cursor, lane.floor_seq), s.ahead) END),
         min(CASE WHEN s.lease_expires_at > now_at THEN lower(s.held) END)
     INTO settled_through, held_from
-    FROM queen.queue_groups AS g
+    FROM queen.groups_of(queue) AS g (consumer_group)
     LEFT JOIN queen.consumers AS c ON c.lane_id = lane.id AND c.consumer_group = g.consumer_group
     LEFT JOIN LATERAL (
         SELECT
@@ -147,8 +147,7 @@ BEGIN
         LEFT JOIN LATERAL (
             SELECT r.* FROM queen.consumer_states AS r WHERE r.consumer_id = c.id ORDER BY r.gen DESC LIMIT 1
         ) AS n ON TRUE
-    ) AS s ON TRUE
-    WHERE g.queue_id = queue.id;
+    ) AS s ON TRUE;
     IF queue.completed_retention_seconds > 0 AND settled_through > last_seq THEN
         last_seq := greatest(last_seq, least(
             settled_through,

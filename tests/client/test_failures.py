@@ -372,8 +372,9 @@ def test_threads_share_a_client(queen_dsn: str) -> None:
         assert len(client._idle) <= 4
 
 
-def test_serializable_sessions_repeat_until_they_succeed(queen_dsn: str) -> None:
-    with QueenClient(queen_dsn, options=ClientOptions(isolation_level="serializable")) as client:
+@pytest.mark.parametrize("isolation_level", ["repeatable read", "serializable"])
+def test_conflicts_of_concurrent_pushes_are_repeated(queen_dsn: str, isolation_level: str) -> None:
+    with QueenClient(queen_dsn, options=ClientOptions(isolation_level=isolation_level)) as client:
         client.configure_queue("orders")
 
         def push(producer: int) -> None:

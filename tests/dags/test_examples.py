@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,18 @@ def test_what_the_docs_quote_has_a_beginning_and_an_end(file: Path) -> None:
     opened = [name for kind, name in markers if kind == "START"]
     assert len(opened) == len(set(opened))
     assert markers == [(kind, name) for name in opened for kind in ("START", "END")]
+
+
+@pytest.mark.parametrize(
+    "page", sorted((dags_folder().parent / "docs").glob("*.md")), ids=lambda page: page.stem
+)
+def test_the_docs_quote_what_is_there(page: Path) -> None:
+    quotes = re.findall(r"<!-- dags/(\S+) (\w+) -->\n```python\n(.*?)```", page.read_text(), re.DOTALL)
+    for file, name, quoted in quotes:
+        marked = rf"^ *# \[START {name}\]\n(.*?)^ *# \[END {name}\]$"
+        there = re.search(marked, (dags_folder() / file).read_text(), re.DOTALL | re.MULTILINE)
+        assert there is not None
+        assert quoted.strip() == textwrap.dedent(there[1]).strip()
 
 
 def test_each_says_what_it_shows(examples: dict[str, DAG]) -> None:

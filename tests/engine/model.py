@@ -489,12 +489,12 @@ class Model:
         lease = reader.lease
         assert lease is not None, f"{lane} has no lease to end"
         assert lease.expires_at <= self.now, f"the lease on {lane} was live"
-        held = sorted(lease.held)
+        held = sorted(seq for seq in lease.held if seq > reader.lane.floor)  # retention does not wait for the dead
         exhausted = self._fail(reader, held, f"the lease of attempt {lease.attempt} ran out")
-        if len(held) == 1 and exhausted:
+        if len(lease.held) == 1 and exhausted:
             self._give_up(reader, exhausted, "expired", None)
-        reader.suspect_through = max(reader.suspect_through, held[-1])
-        self._ended(reader, lease, expired=len(held))
+        reader.suspect_through = max(reader.suspect_through, *held[-1:], 0)
+        self._ended(reader, lease, expired=len(lease.held))
 
     def _fail(self, reader: Reader, seqs: Iterable[int], error: str | None) -> list[int]:
         """Count a failure for each; return those that have used up their retries."""
@@ -598,9 +598,9 @@ class Model:
             if key.queue == queue and name == group and reader.lease and self.is_leased(reader)
         )
 
-    def oldest_age(self, queue: str, group: str) -> float:
+    def oldest_age(self, queue: str, group: str) -> float | None:
         times = [m.created_at for lane in self.lanes_of(queue) for m in self.backlog(group, lane)]
-        return self.now - min(times, default=self.now)
+        return self.now - min(times) if times else None
 
     def waiting_dead_letters(self, queue: str, group: str) -> list[DeadLetter]:
         return [
@@ -745,6 +745,9 @@ class Model:
             if deleted > 0:
                 lane.messages = lane.messages[deleted:]
                 lane.floor = through
+                for group in (g for key, g in self.readers if key == lane.key):
+                    reader = self.readers[lane.key, group]
+                    reader.forget([seq for seq in reader.failures if seq <= through])
                 max_rows -= deleted
                 answer.append((lane.key.partition, rule, deleted))
         return answer

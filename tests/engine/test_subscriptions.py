@@ -86,13 +86,14 @@ class TestRecords:
         assert records(sql, "g")[-1][-1] == "new"
         assert len([r for r in records(sql, "g") if r[0] == queue]) == 1
 
-    def test_until_the_group_is_deleted(self, queen: QueenClient, queue: str) -> None:
+    def test_until_the_group_is_deleted(self, queen: QueenClient, queue: str, name: Name) -> None:
+        group = name("g")
         put(queen, queue, 1)
-        queen.pop(queue, consumer_group="g", subscription_mode="new")
-        assert queen.delete_consumer_group("g", queue) == 1
-        assert payloads(drain(queen, queue, "g", subscription_mode="all")) == [1]
-        assert queen.delete_consumer_group("g") == 1
-        assert queen.pop(queue, consumer_group="g", subscription_mode="new") == []
+        queen.pop(queue, consumer_group=group, subscription_mode="new")
+        assert queen.delete_consumer_group(group, queue) == 1
+        assert payloads(drain(queen, queue, group, subscription_mode="all")) == [1]
+        assert queen.delete_consumer_group(group) == 1
+        assert queen.pop(queue, consumer_group=group, subscription_mode="new") == []
 
     def test_groups_are_independent(self, queen: QueenClient, queue: str) -> None:
         put(queen, queue, 1)
