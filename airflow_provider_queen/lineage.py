@@ -6,7 +6,6 @@ A queue is the dataset ``<database>.<queue>`` in the namespace ``queen://<host>:
 from __future__ import annotations
 
 from collections.abc import Collection
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from psycopg.conninfo import conninfo_to_dict
@@ -41,10 +40,11 @@ def queue_lineage(
     queen_conn_id: str, inputs: Collection[str], outputs: Collection[str]
 ) -> OperatorLineage | None:
     """The lineage of a task; None where OpenLineage is not installed."""
-    if not _is_installed():
+    try:
+        from airflow.providers.openlineage.extractors import OperatorLineage
+        from openlineage.client.event_v2 import Dataset
+    except ImportError:
         return None
-    from airflow.providers.openlineage.extractors import OperatorLineage
-    from openlineage.client.event_v2 import Dataset
 
     namespace, database = _place(QueenHook(queen_conn_id=queen_conn_id).dsn)
 
@@ -52,13 +52,6 @@ def queue_lineage(
         return [Dataset(namespace=namespace, name=f"{database}.{name}") for name in sorted(names)]
 
     return OperatorLineage(inputs=datasets(inputs), outputs=datasets(outputs))
-
-
-def _is_installed() -> bool:
-    try:
-        return find_spec("airflow.providers.openlineage.extractors") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _place(dsn: str) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """Figures of what tasks do, to wherever Airflow sends its own metrics.
 
 Counters ``queen.pushed``, ``queen.duplicates``, ``queen.popped``, ``queen.completed``, ``queen.failed``,
-``queen.forwarded`` and ``queen.leases_lost``; gauge ``queen.pending``. Tags name the queue (or namespace and
-task) and the consumer group where there is one.
+``queen.forwarded``, ``queen.leases_lost``, ``queen.requeued``, ``queen.evicted`` and ``queen.deleted``; gauge
+``queen.pending``. Tags name the queue (or namespace and task) and the consumer group where there is one.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def connection_json(dsn: str) -> str:
 
 @pytest.fixture(scope="session")
 def tasks_dsn(postgres_18: PostgresServer, queen_template: Callable[[PostgresServer], str]) -> str:
-    """One database for all: what is tested here lies above it. And one server: the engine's tests have all."""
+    """One database, on one server: what is tested here lies above it."""
     return postgres_18.create_database(f"tasks_{uuid.uuid4().hex}", queen_template(postgres_18))
 
 
@@ -59,7 +59,9 @@ class StateStore(dict[str, Any]):
 
 
 def make_context(task_id: str = "work", map_index: int = -1, **more: Any) -> Any:
-    ti = SimpleNamespace(dag_id="shop", run_id="manual__1", task_id=task_id, map_index=map_index, try_number=1)
+    ti = SimpleNamespace(
+        dag_id="shop", run_id="manual__1", task_id=task_id, map_index=map_index, try_number=1
+    )
     return {"ti": ti, "task_instance": ti, "run_id": ti.run_id, "task_state_store": StateStore(), **more}
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from airflow_provider_queen import lineage
 from airflow_provider_queen.operators.pop import QueenPopOperator
 from airflow_provider_queen.operators.push import QueenPushOperator
 
@@ -37,7 +36,6 @@ def openlineage(monkeypatch: pytest.MonkeyPatch) -> None:
         module(package)
     module("airflow.providers.openlineage.extractors", OperatorLineage=OperatorLineage)
     module("openlineage.client.event_v2", Dataset=Dataset)
-    monkeypatch.setattr(lineage, "_is_installed", lambda: True)
     monkeypatch.setenv("AIRFLOW_CONN_QUEEN_DEFAULT", "postgres://me:s3cret@db.example/shop")
 
 

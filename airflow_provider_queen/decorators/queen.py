@@ -40,7 +40,7 @@ class _QueenDecoratedOperator(DecoratedOperator, QueenPopOperator):
             if name in kwargs:
                 raise InvalidOptionError(f"{name} is given: with @task.queen, that is the decorated function")
         _check_signature(python_callable)
-        self._once = kwargs.get("max_messages") is None
+        self._once = "max_messages" not in kwargs
         batch_size = kwargs.setdefault("batch_size", 100)
         kwargs.setdefault("max_partitions", batch_size)
         self._returned: list[Any] = []
@@ -95,8 +95,8 @@ def queen_task(python_callable: Callable[..., Any] | None = None, **kwargs: Any)
 
     It is usually called once, with up to ``batch_size`` messages of any partition. A message that failed
     before comes alone, in a call of its own; and ``max_messages`` asks for one batch after the other, until
-    so many were popped or none is ready. The task returns what the function returned; lists of several calls are joined, other values
-    listed. With ``forward_to``, what it returns is pushed there in the transaction
+    so many were popped or none is ready. The task returns what the function returned; lists of several calls
+    are joined, other values listed. With ``forward_to``, what it returns is pushed there in the transaction
     that acknowledges, and the task returns the counts of what happened.
 
     :param python_callable: the function
@@ -120,5 +120,5 @@ def _check_signature(function: Callable[..., Any]) -> None:
         inspect.Parameter.VAR_POSITIONAL,
     }:
         raise InvalidOptionError(
-            f"{getattr(function, '__name__', function)!r} takes no argument, but @task.queen passes it messages"
+            f"{getattr(function, '__name__', function)!r} takes no argument: @task.queen passes messages"
         )

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from airflow_provider_queen.demo import worker
 from airflow_provider_queen.demo.display import Display, Failed
 from airflow_provider_queen.demo.environment import Login, prepare
 from airflow_provider_queen.demo.session import Session
@@ -21,6 +20,7 @@ from airflow_provider_queen.embedded.guard import GuardedFolder
 from airflow_provider_queen.embedded.postgres import PostgresServer
 
 INTERRUPTED = 130
+STEPS = ["tables", "dags"]
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     login = Login.create() if parser.parse_args(arguments).ui else None
     display = Display(login)
     for number in _INTERRUPTS:
-        signal.signal(number, _interrupt)
+        # Also where a shell started us with Ctrl-C ignored; a hang-up that is ignored, by nohup, stays so.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     try:
         demo(display, login)
     except KeyboardInterrupt:
@@ -49,9 +51,9 @@ def demo(display: Display, login: Login | None) -> None:
     with GuardedFolder("queen-demo-") as folder, PostgresServer() as server:
         log = folder.path / "log"
         environment = prepare(folder.path, server, login)
-        arguments = [worker.SERVE] if login else []
+        steps = [*STEPS, *(["serve"] if login else [])]
         try:
-            with Session(folder, arguments, environment, log) as session:
+            with Session(folder, steps, environment, log) as session:
                 for report in session.reports():
                     display.take(report)
             if not display.finished:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,18 @@ class Session:
     """The worker and whatever it starts; ends with the ``with`` block, or with the folder's owner.
 
     :param folder: where it works; its guard ends the worker if this process cannot
-    :param arguments: the worker's
+    :param steps: what the worker is to do
     :param environment: of the worker and all its children
     :param log: takes what they all print
     """
 
     def __init__(
-        self, folder: GuardedFolder, arguments: list[str], environment: Mapping[str, str], log: Path
+        self, folder: GuardedFolder, steps: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> None:
         self._folder = folder
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "airflow_provider_queen.demo.worker", *arguments],
+                [sys.executable, "-m", "airflow_provider_queen.demo.worker", *steps],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=output,

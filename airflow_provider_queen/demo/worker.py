@@ -1,4 +1,4 @@
-"""The demo's worker: runs the Dags in this process, then, if asked to, Airflow's own processes.
+"""The demo's worker: does the steps that its arguments name, one after the other.
 
 Its standard output is for reports, one JSON object a line; whatever Airflow and Spark print goes to standard
 error, which is the log.
@@ -20,7 +20,6 @@ from typing import Any, TextIO
 from airflow_provider_queen.demo.session import end_session
 from airflow_provider_queen.resources import dags_folder
 
-SERVE = "--serve"
 # Without their log servers: those listen on every address of the machine.
 PROCESSES = {
     "api-server": [],
@@ -67,24 +66,29 @@ def main() -> int:
     signal.signal(signal.SIGQUIT, lambda *_: end_session(os.getpid()))
     reports = Reports()
     try:
-        run_dags(reports)
-        if SERVE in sys.argv[1:]:
-            serve(reports)
+        for step in sys.argv[1:]:
+            STEPS[step](reports)
     except DemoError as error:
         reports.send("failed", reason=str(error))
         return 1
     except Exception as error:
         traceback.print_exc()
-        reports.send("failed", reason=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        sentence = str(error).strip().partition("\n")[0]
+        reports.send("failed", reason=f"{type(error).__name__}: {sentence}")
         return 1
     return 0
 
 
-def run_dags(reports: Reports) -> None:
+def create_tables(reports: Reports) -> None:
+    """Airflow's own, in its metadata database."""
     reports.send("step", text="creating Airflow's own tables")
     from airflow.utils.db import initdb
 
     initdb()
+
+
+def run_dags(reports: Reports) -> None:
+    """Each Dag once, then what the queues look like."""
     for dag_id, summary in DAGS.items():
         reports.send("step", text=f"running the Dag {dag_id}")
         started = time.monotonic()
@@ -167,6 +171,8 @@ def is_healthy(url: str) -> bool:
     parts = ("scheduler", "dag_processor", "triggerer")
     return all(states.get(part, {}).get("status") == "healthy" for part in parts)
 
+
+STEPS: dict[str, Callable[[Reports], None]] = {"tables": create_tables, "dags": run_dags, "serve": serve}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,9 +6,8 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-
-from airflow.sdk.bases.decorator import determine_kwargs
 
 from airflow_provider_queen.client.inputs import MAX_NAME_LENGTH, MESSAGE_KEYS
 from airflow_provider_queen.client.options import nearest
@@ -77,18 +76,15 @@ def task_id_parts(context: Context) -> tuple[object, ...]:
 
 def call_with_context(function: Callable[..., Any], arguments: Sequence[Any], context: Context) -> Any:
     """Call a Dag author's function with arguments and, by their names, what it asks for of the context."""
-    try:
-        wanted = determine_kwargs(function, arguments, context)
-    except ValueError as error:
-        if "reserved" in str(error):  # an argument of ours has the name of a context variable
-            wanted = {}
+    wanted: dict[str, Any] = {}
+    with suppress(ValueError):  # a builtin has no signature
+        parameters = list(inspect.signature(function).parameters.values())
+        taken = {parameter.name for parameter in parameters[: len(arguments)]}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            names = set(context)
         else:
-            try:
-                inspect.signature(function)
-            except ValueError:  # a builtin without one
-                wanted = {}
-            else:
-                raise
+            names = {parameter.name for parameter in parameters} & set(context)
+        wanted = {name: value for name, value in context.items() if name in names - taken}
     return function(*arguments, **wanted)
 
 

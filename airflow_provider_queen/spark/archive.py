@@ -121,7 +121,8 @@ class Archive:
     def __init__(self, location: str) -> None:
         self.location = location
 
-    def _open(self) -> tuple[Any, str]:
+    def open(self) -> tuple[Any, str]:
+        """The file system, and the path of the archive in it."""
         location = self.location if "://" in self.location else os.path.abspath(self.location)
         try:
             filesystem, root = fs.FileSystem.from_uri(location)
@@ -131,7 +132,7 @@ class Archive:
 
     def prepare(self) -> None:
         """Create the folder now, so that a place that cannot be written is found out before any work."""
-        filesystem, root = self._open()
+        filesystem, root = self.open()
         try:
             filesystem.create_dir(f"{root}/{MANIFESTS}", recursive=True)
         except OSError as error:
@@ -139,7 +140,7 @@ class Archive:
 
     def manifests(self) -> list[Manifest]:
         """All manifests, oldest first."""
-        filesystem, root = self._open()
+        filesystem, root = self.open()
         selector = fs.FileSelector(f"{root}/{MANIFESTS}", allow_not_found=True)
         paths = sorted(
             info.path for info in filesystem.get_file_info(selector) if info.path.endswith(".json")
@@ -162,7 +163,7 @@ class Archive:
 
     def remove_leftovers(self, manifests: Sequence[Manifest]) -> int:
         """Remove the files that no manifest names. Only while no other run writes: the job's lock is held."""
-        filesystem, root = self._open()
+        filesystem, root = self.open()
         named = {file.path for manifest in manifests for file in manifest.files}
         found = filesystem.get_file_info(fs.FileSelector(root, recursive=True, allow_not_found=True))
         inside = [info.path[len(root) + 1 :] for info in found if info.is_file]
@@ -174,7 +175,7 @@ class Archive:
     def write(self, connection: ConnectionInfo, run_id: str, ranges: Sequence[Range]) -> list[ArchivedFile]:
         """Copy the messages of some ranges into files, one for each queue and day that they touch."""
         schema = arrow_schema(MESSAGES)
-        filesystem, root = self._open()
+        filesystem, root = self.open()
         files = _Files(filesystem, root, run_id, schema)
         try:
             with connection.connect() as database:
@@ -187,7 +188,7 @@ class Archive:
 
     def check(self, files: Sequence[ArchivedFile]) -> dict[int, Check]:
         """Read files back and return count and checksum of each lane in them."""
-        filesystem, root = self._open()
+        filesystem, root = self.open()
         checks: dict[int, Check] = {}
         for file in files:
             with pq.ParquetFile(f"{root}/{file.path}", filesystem=filesystem) as parquet:
@@ -199,7 +200,7 @@ class Archive:
 
     def commit(self, manifest: Manifest) -> None:
         """Make a run's files part of the archive: the manifest gets its name when it is whole."""
-        filesystem, root = self._open()
+        filesystem, root = self.open()
         path = f"{root}/{MANIFESTS}/{manifest.run_id}.json"
         with filesystem.open_output_stream(f"{path}.part") as stream:
             stream.write(manifest.to_json().encode())

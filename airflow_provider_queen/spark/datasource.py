@@ -125,7 +125,7 @@ class QueenDataSource(DataSource):
 
 
 def register(spark: SparkSession, connection: ConnectionInfo | None = None, keys: Keys | None = None) -> None:
-    """Make ``format("queen")`` known to the session.
+    """Make ``format("queen")`` known to the session, and let Spark hand filters down to it.
 
     Connection and keys are taken now, from the environment of this process unless given, and go with the
     class: the processes in which Spark plans and reads have an environment of their own.
@@ -138,3 +138,5 @@ def register(spark: SparkSession, connection: ConnectionInfo | None = None, keys
         keys = bound_keys
 
     spark.dataSource.register(BoundQueenDataSource)
+    # Without it Spark refuses readers that take filters, instead of not handing them any.
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")

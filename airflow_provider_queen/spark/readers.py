@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import psycopg
@@ -68,12 +68,12 @@ class Bounds:
             case EqualTo(attribute=("partition_name",), value=str(name)):
                 return replace(self, partition_name=name)
             case GreaterThan() | GreaterThanOrEqual() | LessThan() | LessThanOrEqual() | EqualTo():
-                if condition.attribute == (time_column,) and isinstance(condition.value, datetime):
-                    return self._narrowed_in_time(condition, condition.value)
+                value = condition.value
+                if condition.attribute == (time_column,) and isinstance(value, datetime) and value.tzinfo:
+                    return self._narrowed_in_time(condition, value)
         return self
 
-    def _narrowed_in_time(self, condition: Filter, value: datetime) -> Bounds:
-        moment = value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
+    def _narrowed_in_time(self, condition: Filter, moment: datetime) -> Bounds:
         bounds = self
         if isinstance(condition, GreaterThan | GreaterThanOrEqual | EqualTo):
             lowest = moment + MICROSECOND if isinstance(condition, GreaterThan) else moment

@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from weakref import WeakKeyDictionary
 
+from airflow.sdk.exceptions import AirflowNotFoundException
+
 from airflow_provider_queen.client.listening import SHORTEST_PAUSE, AsyncListener, Backlog, Reading
 from airflow_provider_queen.exceptions import (
     ConnectionLostError,
@@ -137,10 +139,13 @@ class Keeper:
                         str(error) or "no answer",
                         delay,
                     )
-                except Exception as error:
+                except (QueenError, AirflowNotFoundException) as error:
                     # Of the whole connection, not of one backlog: everybody has to know.
                     for watch in self._watches.values():
                         watch.fail(error)
+                except Exception:
+                    # Airflow itself may be away for a while, when it is asked for the connection.
+                    log.exception("Queen connection %s; trying again in %.1f s", self._queen_conn_id, delay)
                 await self._disconnect()
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LONGEST_RETRY_SECONDS)

@@ -655,10 +655,10 @@ BEGIN
             priority, queue_name, partition_name, consumer_group
         )
         SELECT
-            x.lane_id, s.first_seq, s.last_seq, now_at, now_at, s.completed, 0, 0, 0, 0, s.attempt, x.lane_id % 10,
-            x.queue_name, x.lane_name, reader
-        FROM unnest(lane_ids, queue_names, lane_names) WITH ORDINALITY AS x (lane_id, queue_name, lane_name, position)
-        CROSS JOIN LATERAL (SELECT (new_states[x.position]).*) AS s;
+            s.lane_id, s.first_seq, s.last_seq, now_at, now_at, s.completed, 0, 0, 0, 0, s.attempt, s.lane_id % 10,
+            s.queue_name, s.lane_name, reader
+        FROM ROWS FROM (unnest(lane_ids), unnest(queue_names), unnest(lane_names), unnest(new_states))
+            AS s (lane_id, queue_name, lane_name);
         SELECT array_agg(queen.without_lease(s)) INTO new_states FROM unnest(new_states) AS s;
     END IF;
     INSERT INTO queen.consumer_states SELECT s.* FROM unnest(new_states) AS s

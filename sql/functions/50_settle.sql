@@ -52,6 +52,8 @@ DECLARE
 BEGIN
     IF coalesce(cardinality(lease_ids), 0) = 0 THEN
         RETURN;
+    ELSIF cardinality(lease_ids) > (SELECT count(DISTINCT x.id) FROM unnest(lease_ids) AS x (id)) THEN
+        PERFORM queen.raise_invalid('a lease is named twice in one settlement');
     END IF;
     PERFORM 1 FROM queen.consumers AS c
     WHERE c.id IN (SELECT queen.lease_consumer(x.id) FROM unnest(lease_ids) AS x (id))
@@ -88,8 +90,6 @@ BEGIN
                     'lease %s%s is over: it was settled, or it ran out and another consumer took over; nothing was changed',
                     lease.lease_id, coalesce(format(' on partition %L of queue %L', lease.name, lease.queue_name), '')
                 );
-        ELSIF EXISTS (SELECT 1 FROM unnest(new_states) AS n WHERE n.consumer_id = lease.consumer_id) THEN
-            PERFORM queen.raise_invalid(format('lease %s is named twice in one settlement', lease.lease_id));
         END IF;
         given := lease.completed + lease.failed + lease.rejected + lease.released;
         IF NOT old_state.held @> given THEN

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from airflow.dag_processing.dagbag import DagBag
-from airflow.sdk import DAG
+from airflow.sdk import DAG, PokeReturnValue
 
 from airflow_provider_queen.hooks.queen import QueenHook
 from airflow_provider_queen.resources import dags_folder
+from airflow_provider_queen.sensors.backlog import QueenBacklogSensor
 from airflow_provider_queen.triggers.messages import QueenMessageTrigger
-from tests.triggers.conftest import postgres_server, queen, sql  # noqa: F401
+from tests.triggers.conftest import postgres_server, queen  # noqa: F401
 
 FILES = sorted(dags_folder().glob("example_queen_*.py"))
 CONCEPTS = {
@@ -35,12 +36,14 @@ CONCEPTS = {
 @pytest.fixture(scope="module")
 def examples() -> dict[str, DAG]:
     """All of them, parsed without a connection to anything."""
-    assert not [name for name in os.environ if name.startswith("AIRFLOW_CONN_")]
     dags: dict[str, DAG] = {}
-    for file in FILES:
-        bag = DagBag(dag_folder=str(file))
-        assert bag.import_errors == {}
-        dags |= bag.dags
+    with pytest.MonkeyPatch.context() as environment:
+        for name in [name for name in os.environ if name.startswith("AIRFLOW_CONN_")]:
+            environment.delenv(name)
+        for file in FILES:
+            bag = DagBag(dag_folder=str(file))
+            assert bag.import_errors == {}
+            dags |= bag.dags
     return dags
 
 
@@ -88,11 +91,11 @@ class Runner:
     """Runs a Dag in this process: each task for real, without a scheduler."""
 
     def __init__(self, dags: dict[str, DAG]) -> None:
-        self._dags = dags
+        self.dags = dags
 
     def __call__(self, dag_id: str) -> dict[str, Any]:
         """What each task returned; for a mapped one, a list."""
-        run = self._dags[dag_id].test()
+        run = self.dags[dag_id].test()
         instances = run.get_task_instances()
         assert {task.task_id: str(task.state) for task in instances if task.state != "success"} == {}
         assert str(run.state) == "success"
@@ -165,3 +168,16 @@ def test_all_of_them_run(run: Runner) -> None:
         left = {queue.name: hook.depth(queue.name).pending for queue in hook.list_queues()}
     # Nobody reads these two in queue mode.
     assert left == dict.fromkeys(left, 0) | {"example_event_driven": 40, "example_fan_out": 12}
+
+
+@pytest.mark.slow
+def test_a_deferred_sensor_goes_on(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    deferred = []
+
+    def too_early(self: QueenBacklogSensor, context: Any) -> PokeReturnValue:
+        deferred.append(self.task_id)
+        return PokeReturnValue(is_done=False)
+
+    monkeypatch.setattr(QueenBacklogSensor, "_poke_before_deferring", too_early)
+    assert run("example_queen_gate")["enough"]["pending"] == 10
+    assert deferred == ["enough"]

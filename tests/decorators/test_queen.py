@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from airflow.sdk import DAG, task
+from airflow.sdk.exceptions import TaskDeferred
 from airflow.serialization.serialized_objects import DagSerialization
 
 from airflow_provider_queen.client import Message
@@ -19,7 +20,9 @@ from tests.airflow_tasks import make_context
 def operator(function: Any, *arguments: Any, **parameters: Any) -> Any:
     """The operator that calling a decorated function makes."""
     with DAG("shop", schedule=None, start_date=datetime(2025, 1, 1, tzinfo=UTC)):
-        return queen_task(**{"task_id": "work", "queue_name": "orders", **parameters})(function)(*arguments).operator
+        return queen_task(**{"task_id": "work", "queue_name": "orders", **parameters})(function)(
+            *arguments
+        ).operator
 
 
 @pytest.fixture
@@ -94,6 +97,28 @@ def test_what_it_raises_fails_all_and_then_each_alone(orders: QueenHook) -> None
     assert sorted(operator(handle).execute(make_context())) == [0, 1, 2]
     assert sorted(calls[1:]) == [[0], [1], [2]]
     assert orders.depth("orders").pending == 0
+
+
+@pytest.mark.postgres
+def test_it_waits_in_the_triggerer(orders: QueenHook) -> None:
+    waiting = operator(payloads, queue_name="next", deferrable=True)
+    with pytest.raises(TaskDeferred):
+        waiting.execute(make_context())
+    orders.push("next", [{"payload": 7}])
+    assert waiting.execute_complete(make_context(), {"status": "success", "pending": 1}) == [7]
+
+
+@pytest.mark.postgres
+def test_it_is_mapped_over_its_other_arguments(orders: QueenHook) -> None:
+    def handle(messages: list[Message], factor: int) -> Any:
+        return [n * factor for n in payloads(messages)]
+
+    with DAG("shop", schedule=None, start_date=datetime(2025, 1, 1, tzinfo=UTC)) as dag:
+        queen_task(queue_name="orders")(handle).expand(factor=[10, 20])
+    mapped: Any = dag.get_task("handle")
+    DagSerialization.to_dict(dag)
+    one = mapped.unmap({"op_kwargs": {"factor": 20}})
+    assert one.execute(make_context()) == [0, 20, 40]
 
 
 @pytest.mark.postgres

@@ -40,13 +40,14 @@ def scale(engine_server: PostgresServer) -> float:
     return 1.0 if engine_server.version.startswith("18") else 0.2
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def queen(engine_dsn: str) -> Iterator[QueenClient]:
+    """One for all: its connections have their plans, which take longer to make than most tests to run."""
     with QueenClient(engine_dsn, options=IMPATIENT) as client:
         yield client
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def sql(engine_dsn: str) -> Iterator[psycopg.Connection[Any]]:
     """A look at the tables."""
     with psycopg.connect(engine_dsn, autocommit=True) as connection:

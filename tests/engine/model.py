@@ -69,8 +69,6 @@ class Message:
     created_at: float
     transaction_id: str
     payload: int
-    # Of a message that came back from the dead letters: the groups that existed then, but for the one that gave up.
-    hidden_from: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -253,7 +251,7 @@ class Model:
         self.now = 0.0
         self.queues: dict[str, Queue] = {}
         self.lanes: dict[LaneKey, Lane] = {}
-        self.groups: set[tuple[str, str]] = set()  # the groups that exist: (queue, group)
+        self.groups: set[tuple[str, str]] = set()  # (queue, group): it came to the queue
         self.readers: dict[tuple[LaneKey, str], Reader] = {}
         self.subscriptions: dict[tuple[str, Scope], Subscription] = {}
         self.dead_letters: list[DeadLetter] = []
@@ -285,24 +283,16 @@ class Model:
     def push(self, queue: str, messages: list[tuple[str, int, str | None, int]]) -> list[Pushed]:
         """Messages are (partition, priority, transaction id, payload)."""
         self._tick()
-        return self._store(queue, messages, hidden_from=[frozenset()] * len(messages))
-
-    def _store(
-        self,
-        queue: str,
-        messages: list[tuple[str, int, str | None, int]],
-        hidden_from: list[frozenset[str]],
-    ) -> list[Pushed]:
         results = []
         new: dict[LaneKey, list[Message]] = {LaneKey(queue, p, r): [] for p, r, _, _ in messages}
-        for (partition, priority, transaction_id, payload), hidden in zip(messages, hidden_from, strict=True):
+        for partition, priority, transaction_id, payload in messages:
             key = LaneKey(queue, partition, priority)
             first = self._find(queue, partition, transaction_id, new)
             if first is not None:
                 results.append(Pushed("duplicate", transaction_id, partition, first[1], first[0].priority))
                 continue
             seq = (self.lanes[key].last_seq if key in self.lanes else 0) + len(new[key]) + 1
-            new[key].append(Message(seq, self.now, transaction_id or f"made-up-{payload}", payload, hidden))
+            new[key].append(Message(seq, self.now, transaction_id or f"made-up-{payload}", payload))
             results.append(Pushed("queued", transaction_id, partition, seq, priority))
         count = sum(len(added) for added in new.values())
         limit = self.queues[queue].max_queue_size
@@ -310,9 +300,6 @@ class Model:
             raise Refused(FULL)
         for key, added in new.items():
             self.lanes.setdefault(key, Lane(key, self.now)).messages.extend(added)
-            for (lane, group), reader in self.readers.items():
-                if lane == key:
-                    reader.settled.update(m.seq for m in added if group in m.hidden_from)
         return results
 
     def _find(
@@ -331,12 +318,21 @@ class Model:
 
     def fullness(self, queue: str) -> int:
         """What the slowest group has not settled; every retained message where no group exists."""
-        groups = [group for name, group in self.groups if name == queue]
+        groups = self.groups_of(queue)
         if not groups:
             return sum(len(lane.messages) for lane in self.lanes_of(queue))
         return max(self.pending(queue, group) for group in groups)
 
     # Subscriptions
+
+    def groups_of(self, queue: str) -> set[str]:
+        """The groups that exist for a queue: those that came to it, and those of its namespace or task."""
+        of_all = {
+            group
+            for group, scope in self.subscriptions
+            if scope.queue is None and scope.covers(self.queues[queue], None)
+        }
+        return of_all | {group for name, group in self.groups if name == queue}
 
     def subscription(self, group: str, queue: Queue, partition: str | None) -> Subscription | None:
         """The most specific record that holds for a partition."""
@@ -367,9 +363,7 @@ class Model:
 
     def _meet_lane(self, group: str, lane: Lane) -> None:
         if (lane.key, group) not in self.readers:
-            settled = set(range(1, self.start(group, lane) + 1))
-            settled |= {m.seq for m in lane.messages if group in m.hidden_from}
-            self.readers[lane.key, group] = Reader(lane, group, settled)
+            self.readers[lane.key, group] = Reader(lane, group, set(range(1, self.start(group, lane) + 1)))
 
     # Pop
 
@@ -586,7 +580,7 @@ class Model:
         if (lane.key, group) in self.readers:
             return self.readers[lane.key, group].pending
         start = self.start(group, lane)
-        return [m for m in lane.messages if m.seq > start and group not in m.hidden_from]
+        return [m for m in lane.messages if m.seq > start]
 
     def pending(self, queue: str, group: str) -> int:
         return sum(len(self.backlog(group, lane)) for lane in self.lanes_of(queue))
@@ -637,7 +631,7 @@ class Model:
         gone = {name for name, other in self.groups if other == group and queue in (None, name)}
         self.groups -= {(name, group) for name in gone}
         for key, name in list(self.readers):
-            if name == group and key.queue in gone:
+            if name == group and queue in (None, key.queue):
                 del self.readers[key, name]
         for name, scope in list(self.subscriptions):
             if name == group and (queue is None or scope.queue == queue):
@@ -662,15 +656,17 @@ class Model:
         if ids is None:
             chosen = chosen[:max_rows]
         todo = [d for d in chosen if d.requeued_as is None]
-        groups = {name for other, name in self.groups if other == queue}
-        results = self._store(
-            queue,
-            [(d.lane.partition, d.lane.priority, f"requeue:{d.id}", d.payload) for d in todo],
-            hidden_from=[frozenset(groups - {d.group}) for d in todo],
+        results = self.push(
+            queue, [(d.lane.partition, d.lane.priority, f"requeue:{d.id}", d.payload) for d in todo]
         )
         for letter, result in zip(todo, results, strict=True):
             assert result.status == "queued"
             letter.requeued_as = result.seq
+            for group in self.groups_of(queue):
+                self._meet_lane(group, self.lanes[letter.lane])
+            for (lane, group), reader in self.readers.items():
+                if lane == letter.lane and group != letter.group:
+                    reader.settled.add(result.seq)
         return [(d.id or 0, d.lane.partition, d.requeued_as or 0) for d in chosen]
 
     def purge(self, queue: str, ids: list[int] | None = None, group: str | None = None) -> int:
@@ -702,12 +698,13 @@ class Model:
         """Check which leases an eviction ended and what it moved; return how many of each group."""
         self._tick()
         options = self.queues[queue]
-        groups = {group for name, group in self.groups if name == queue}
+        groups = self.groups_of(queue)
         assert options.max_wait_time_seconds or not (expired or evicted)
         if not options.max_wait_time_seconds:
             return {}
         for group in groups:
             if self.subscription(group, options, None) is not None:
+                self.groups.add((queue, group))
                 for lane in self.lanes_of(queue):
                     self._meet_lane(group, lane)
         for lane_key, group in expired:
@@ -754,7 +751,7 @@ class Model:
 
     def _deletable(self, queue: Queue, lane: Lane) -> tuple[int, str]:
         through, rule = lane.floor, ""
-        readers = [self.readers.get((lane.key, group)) for name, group in self.groups if name == queue.name]
+        readers = [self.readers.get((lane.key, group)) for group in self.groups_of(queue.name)]
         if queue.completed_retention_seconds and readers and None not in readers:
             unsettled = [m.seq for r in readers if r for m in r.pending]
             settled = min(unsettled, default=lane.last_seq + 1) - 1

@@ -41,6 +41,20 @@ pytestmark = pytest.mark.postgres
 CHECKOUT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    """A server that may be stopped."""
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def dsn(server: PostgresServer) -> str:
+    dsn = server.create_database("crashes")
+    migrate(dsn)
+    return dsn
+
+
 class Crash(Exception):
     """Ends the forwarder in the test's own process."""
 
@@ -67,7 +81,15 @@ def test_the_consumer_is_killed(
     source, target = make_queue(), make_queue()
     put(queen, source, 1, 2, 3)
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.engine.forwarder", f"{engine_dsn} application_name=victim", source, target, point],
+        [
+            sys.executable,
+            "-m",
+            "tests.engine.forwarder",
+            f"{engine_dsn} application_name=victim",
+            source,
+            target,
+            point,
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=CHECKOUT,
@@ -157,17 +179,6 @@ def test_a_producer_that_dies_before_its_commit_leaves_nothing(
 
 class TestServer:
     """On a server of their own, which they stop."""
-
-    @pytest.fixture(scope="class")
-    def server(self) -> Iterator[PostgresServer]:
-        with PostgresServer() as server:
-            yield server
-
-    @pytest.fixture(scope="class")
-    def dsn(self, server: PostgresServer) -> str:
-        dsn = server.create_database("crashes")
-        migrate(dsn)
-        return dsn
 
     @staticmethod
     def connect(dsn: str) -> Sql:

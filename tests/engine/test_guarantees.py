@@ -92,9 +92,7 @@ class TestNothingIsSkipped:
             assert later.result(10) == [(3,)]
         assert [(m.seq, m.payload) for m in drain(queen, queue)] == [(2, 1), (3, 2)]
 
-    def test_a_producer_that_gives_up_leaves_no_gap(
-        self, queen: QueenClient, sql: Sql, queue: str
-    ) -> None:
+    def test_a_producer_that_gives_up_leaves_no_gap(self, queen: QueenClient, sql: Sql, queue: str) -> None:
         with pytest.raises(RuntimeError), queen.transaction() as tx:
             assert [r.seq for r in put(tx, queue, "never", "ever")] == [1, 2]
             assert queen.pop(queue) == []
@@ -213,9 +211,7 @@ class TestOneHolder:
         assert _everything(sql, queue) == before
         assert queen.ack(taken).completed == 1
 
-    def test_a_lost_lease_undoes_the_whole_settlement(
-        self, queen: QueenClient, sql: Sql, queue: str
-    ) -> None:
+    def test_a_lost_lease_undoes_the_whole_settlement(self, queen: QueenClient, sql: Sql, queue: str) -> None:
         put(queen, queue, "lost", partition="a")
         lost = queen.pop(queue)
         expire_leases(sql, queue)
@@ -370,7 +366,9 @@ class TestIdempotentPush:
         assert again.status == "duplicate"
         assert queen.pop(queue) == []
 
-    def test_after_retention_the_id_is_free_again(self, queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
+    def test_after_retention_the_id_is_free_again(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
         queue = make_queue(retention_enabled=True, retention_seconds=10)
         queen.push(queue, [{"payload": 1, "transaction_id": "t"}])
         pass_time(sql, queue, 11)
@@ -616,7 +614,9 @@ class TestPoisonEnds:
         assert done == [n for n in range(10) if n != 6]
         assert payloads(queen.dead_letters(queue)) == ["poison"]
 
-    def test_failing_and_dying_count_together(self, queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
+    def test_failing_and_dying_count_together(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
         queue = make_queue(retry_limit=3)
         put(queen, queue, "poison")
         for attempt, ends in enumerate(["fails", "dies", "fails", "dies"], start=1):
@@ -655,7 +655,8 @@ class TestFlatCost:
     @classmethod
     def costs(cls, sql: Sql, queue: str, partition: str | None = None) -> dict[str, int]:
         (held,) = sql.execute(
-            "SELECT array_agg(DISTINCT lease_id) FROM queen.pop(%s, batch_size => 30, lease_seconds => 1000)", [queue]
+            "SELECT array_agg(DISTINCT lease_id) FROM queen.pop(%s, batch_size => 30, lease_seconds => 1000)",
+            [queue],
         ).fetchone() or (None,)
         seqs = iter(range(1, 1000))
 
@@ -704,7 +705,9 @@ class TestFlatCost:
         for call in small:
             assert large[call] <= small[call] * 1.5 + 12, (call, small, large)
 
-    def test_however_many_partitions_are_idle(self, queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
+    def test_however_many_partitions_are_idle(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
         costs = []
         for partitions in (10, 3000):
             queue = make_queue()
@@ -712,6 +715,7 @@ class TestFlatCost:
             while queen.pop(queue, batch_size=1000, max_partitions=1000, auto_ack=True):
                 pass
             queen.pop(queue)
+            sql.execute("VACUUM queen.consumers, queen.consumer_states")  # as autovacuum does
             idle = self.buffers(sql, "queen.pop(%s)", queue)
             put(queen, queue, *range(50), partition="p7")
             pop = self.buffers(sql, "queen.pop(%s, batch_size => 3, auto_ack => TRUE)", queue)

@@ -596,8 +596,7 @@ class EngineFollowsModel(RuleBasedStateMachine):
         model = self.model
         expected = {}
         for lane in model.lanes.values():
-            groups = [group for name, group in model.groups if name == lane.key.queue] or [None]
-            for group in groups:
+            for group in model.groups_of(lane.key.queue) or [None]:
                 reader = model.readers.get((lane.key, group)) if group else None
                 expected[lane.key, group] = (
                     lane.floor + 1,

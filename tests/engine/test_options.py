@@ -24,14 +24,23 @@ class TestConfigure:
         assert queue.dlq_after_max_retries is True
         assert (queue.delayed_processing, queue.window_buffer, queue.max_wait_time_seconds) == (0, 0, 0)
         assert queue.max_queue_size == 0
-        assert (queue.retention_enabled, queue.retention_seconds, queue.completed_retention_seconds) == (False, 0, 0)
+        assert (queue.retention_enabled, queue.retention_seconds, queue.completed_retention_seconds) == (
+            False,
+            0,
+            0,
+        )
         assert queue.encryption_enabled is False
 
     def test_what_is_not_named_stays(self, queen: QueenClient, name: Callable[[str], str]) -> None:
         queue = name("q")
         before = queen.configure_queue(queue, lease_time=7, namespace="n", dlq_after_max_retries=False)
         after = queen.configure_queue(queue, retry_limit=9)
-        assert (after.lease_time, after.namespace, after.dlq_after_max_retries, after.retry_limit) == (7, "n", False, 9)
+        assert (after.lease_time, after.namespace, after.dlq_after_max_retries, after.retry_limit) == (
+            7,
+            "n",
+            False,
+            9,
+        )
         assert after.created_at == before.created_at
         assert queen.configure_queue(queue) == after
 
@@ -68,7 +77,9 @@ class TestConfigure:
 
         before = sql.execute("SELECT q::text FROM queen.queues AS q WHERE name = %s", [queue]).fetchone()
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            sql.execute("SELECT queen.configure_queue(%s, %s)", [queue, Jsonb({"priority": 5, option: value})])
+            sql.execute(
+                "SELECT queen.configure_queue(%s, %s)", [queue, Jsonb({"priority": 5, option: value})]
+            )
         assert caught.value.sqlstate == "QN004"  # type: ignore[attr-defined]
         after = sql.execute("SELECT q::text FROM queen.queues AS q WHERE name = %s", [queue]).fetchone()
         assert after == before
@@ -130,11 +141,15 @@ class TestRetries:
             pass_time(sql, queue, 1.1)
         assert waits == [20, 40, 80, 160, 300, 300, 300]
 
-    def test_no_overflow_after_many_attempts(self, queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
+    def test_no_overflow_after_many_attempts(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
         queue = make_queue(retry_limit=1_000_000, retry_delay=2_000_000_000)
         put(queen, queue, 1)
         queen.nack(queen.pop(queue))
-        sql.execute("UPDATE queen.redeliveries SET failures = 5000 WHERE failures = 1 AND consumer_id = (SELECT max(id) FROM queen.consumers)")
+        sql.execute(
+            "UPDATE queen.redeliveries SET failures = 5000 WHERE failures = 1 AND consumer_id = (SELECT max(id) FROM queen.consumers)"
+        )
         pass_time(sql, queue, 301)
         (message,) = queen.pop(queue)
         assert message.attempt == 5001
@@ -142,7 +157,9 @@ class TestRetries:
         pass_time(sql, queue, 301)
         assert len(queen.pop(queue)) == 1
 
-    def test_a_crash_is_redelivered_at_once(self, queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
+    def test_a_crash_is_redelivered_at_once(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
         queue = make_queue(retry_delay=60_000)
         put(queen, queue, 1)
         queen.pop(queue)
@@ -177,7 +194,9 @@ class TestRetries:
 
 
 class TestDelayedProcessing:
-    def test_nothing_is_delivered_before_its_time(self, queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
+    def test_nothing_is_delivered_before_its_time(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
         queue = make_queue(delayed_processing=100)
         put(queen, queue, 1)
         assert queen.pop(queue) == []
@@ -207,7 +226,9 @@ class TestDelayedProcessing:
         queen.configure_queue(queue, delayed_processing=0)
         assert payloads(queen.pop(queue)) == [1]
 
-    def test_a_waiting_consumer_gets_it_when_it_is_due(self, queen: QueenClient, make_queue: MakeQueue) -> None:
+    def test_a_waiting_consumer_gets_it_when_it_is_due(
+        self, queen: QueenClient, make_queue: MakeQueue
+    ) -> None:
         queue = make_queue(delayed_processing=1)
         (pushed,) = put(queen, queue, 1)
         (message,) = queen.pop(queue, wait_seconds=10)
@@ -250,14 +271,18 @@ class TestMaxWaitTime:
         pass_time(sql, queue, 101)
         put(queen, queue, "new")
         if by == "evict":
-            assert [(e.queue_name, e.consumer_group, e.evicted) for e in queen.evict(queue)] == [(queue, None, 2)]
+            assert [(e.queue_name, e.consumer_group, e.evicted) for e in queen.evict(queue)] == [
+                (queue, None, 2)
+            ]
             assert queen.evict(queue) == []
         assert payloads(queen.pop(queue)) == ["new"]
         letters = queen.dead_letters(queue)
         assert [(d.payload, d.reason) for d in letters] == [("older", "evicted"), ("old", "evicted")]
         assert pending(sql, queue) == 1
 
-    def test_once_per_group_that_has_it_pending(self, queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
+    def test_once_per_group_that_has_it_pending(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
         queue = make_queue(max_wait_time_seconds=100)
         put(queen, queue, 1)
         drain(queen, queue, "quick")
@@ -268,7 +293,9 @@ class TestMaxWaitTime:
             queen.evict(queue)
             assert sorted(d.consumer_group or "" for d in queen.dead_letters(queue)) == ["slow", "slower"]
 
-    def test_a_live_lease_is_left_to_its_holder(self, queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
+    def test_a_live_lease_is_left_to_its_holder(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
         queue = make_queue(max_wait_time_seconds=100)
         put(queen, queue, 1, 2)
         messages = queen.pop(queue, lease_seconds=1000)
@@ -364,7 +391,9 @@ class TestMaxQueueSize:
             put(queen, queue, 1, partition="c")
         assert queen.list_messages(queue, partition="c") == []
 
-    def test_dead_letters_make_room_and_need_it_again(self, queen: QueenClient, make_queue: MakeQueue) -> None:
+    def test_dead_letters_make_room_and_need_it_again(
+        self, queen: QueenClient, make_queue: MakeQueue
+    ) -> None:
         queue = make_queue(max_queue_size=1)
         put(queen, queue, "dead")
         queen.reject(queen.pop(queue))
@@ -457,7 +486,9 @@ class TestEncryption:
             assert caught.value.sqlstate == "QN005"  # type: ignore[attr-defined]
             assert pending(sql, queue) == 0
 
-    def test_the_client_refuses_without_a_key(self, queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
+    def test_the_client_refuses_without_a_key(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
         queue = make_queue(encryption_enabled=True)
         with pytest.raises(EncryptionError):
             put(queen, queue, 1)
@@ -483,7 +514,9 @@ class TestPopArguments:
         messages = queen.pop(queue, auto_ack=True)
         assert [m.lease_id for m in messages] == [None, None]
         assert pending(sql, queue) == 0
-        row = sql.execute("SELECT completed, attempt FROM queen.deliveries WHERE queue_name = %s", [queue]).fetchall()
+        row = sql.execute(
+            "SELECT completed, attempt FROM queen.deliveries WHERE queue_name = %s", [queue]
+        ).fetchall()
         assert row == [(2, 1)]
 
     def test_a_waiting_consumer_is_woken_by_a_push(self, queen: QueenClient, sql: Sql, queue: str) -> None:

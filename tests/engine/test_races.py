@@ -44,9 +44,11 @@ class TestFirstContact:
                 group = f"{mode}-{n}"
                 _, early = together(
                     lambda n=n, mode=mode: put(queen, queue, n, partition=f"{mode}{n}"),
-                    lambda group=group, mode=mode: drain(queen, queue, group, subscription_mode=mode),
+                    lambda group=group, mode=mode: drain(
+                        queen, queue, group, subscription_mode=mode, max_partitions=100
+                    ),
                 )
-                late = drain(queen, queue, group)
+                late = drain(queen, queue, group, max_partitions=100)
                 got = [(m.partition, m.seq) for m in [*early, *late]]
                 assert len(set(got)) == len(got), "none twice"
                 assert pending(sql, queue, group) == 0
@@ -59,7 +61,9 @@ class TestFirstContact:
         put(queen, queue, "first")
         for n in rounds:
             group = f"g{n}"
-            _, early = together(lambda n=n: put(queen, queue, n), lambda group=group: drain(queen, queue, group))
+            _, early = together(
+                lambda n=n: put(queen, queue, n), lambda group=group: drain(queen, queue, group)
+            )
             assert payloads([*early, *drain(queen, queue, group)]) == ["first", *range(n + 1)]
             assert pending(sql, queue, group) == 0
 
@@ -74,7 +78,9 @@ class TestFirstContact:
                 lambda group=group: queen.pop(queue, consumer_group=group, subscription_mode="new"),
                 lambda group=group: queen.pop(queue, consumer_group=group, subscription_mode="all"),
             )
-            (mode,) = [g.subscription_mode for g in queen.list_consumer_groups(queue) if g.consumer_group == group]
+            (mode,) = [
+                g.subscription_mode for g in queen.list_consumer_groups(queue) if g.consumer_group == group
+            ]
             leased = [m for messages in popped for m in messages]
             queen.ack(leased)
             delivered = payloads([*leased, *drain(queen, queue, group)])
@@ -140,7 +146,9 @@ class TestPopAndSeek:
         put(queen, queue, *range(5))
         for n in rounds:
             to = "beginning" if n % 2 else "end"
-            popped, _ = together(lambda: queen.pop(queue, batch_size=2), lambda to=to: queen.seek(queue, to=to))
+            popped, _ = together(
+                lambda: queen.pop(queue, batch_size=2), lambda to=to: queen.seek(queue, to=to)
+            )
             leased = queen.depth(queue).in_flight
             if leased:
                 assert len(popped) == leased
@@ -337,9 +345,7 @@ class TestDeletion:
             put(queen, queue, 2)
         _nothing_without_a_queue(sql, queue)
 
-    def test_of_a_queue_and_requeue(
-        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
-    ) -> None:
+    def test_of_a_queue_and_requeue(self, queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
         for _ in range(5):
             queue = make_queue()
             put(queen, queue, *range(5))
@@ -352,9 +358,7 @@ class TestDeletion:
             together(requeue, lambda queue=queue: queen.delete_queue(queue))
         _nothing_without_a_queue(sql)
 
-    def test_of_a_group_and_pop(
-        self, queen: QueenClient, sql: Sql, queue: str, rounds: range
-    ) -> None:
+    def test_of_a_group_and_pop(self, queen: QueenClient, sql: Sql, queue: str, rounds: range) -> None:
         put(queen, queue, *range(3))
         for _ in rounds:
             popped, _ = together(
@@ -535,6 +539,7 @@ def _nothing_without_a_queue(sql: Sql, *queues: str) -> None:
     ):
         assert sql.execute(query).fetchone() == (0,), query
     subscriptions = sql.execute(
-        "SELECT consumer_group FROM queen.consumer_groups_metadata WHERE queue_name = ANY (%s)", [list(queues)]
+        "SELECT consumer_group FROM queen.consumer_groups_metadata WHERE queue_name = ANY (%s)",
+        [list(queues)],
     ).fetchall()
     assert subscriptions == []

@@ -112,7 +112,9 @@ def test_what_a_group_of_the_whole_namespace_needs_stays(
     assert payloads(drain(queen, None, group, namespace=namespace)) == [1]
 
 
-def test_settled_ahead_of_the_cursor_is_no_prefix(queen: QueenClient, sql: Sql, make_queue: MakeQueue) -> None:
+def test_settled_ahead_of_the_cursor_is_no_prefix(
+    queen: QueenClient, sql: Sql, make_queue: MakeQueue
+) -> None:
     queue = make_queue(retention_enabled=True, completed_retention_seconds=10)
     put(queen, queue, *range(5))
     messages = queen.pop(queue)
@@ -125,9 +127,7 @@ def test_settled_ahead_of_the_cursor_is_no_prefix(queen: QueenClient, sql: Sql, 
 
 
 @pytest.mark.parametrize("age", ["retention_seconds", "completed_retention_seconds"])
-def test_what_a_live_lease_holds_stays(
-    queen: QueenClient, sql: Sql, make_queue: MakeQueue, age: str
-) -> None:
+def test_what_a_live_lease_holds_stays(queen: QueenClient, sql: Sql, make_queue: MakeQueue, age: str) -> None:
     queue = make_queue(retention_enabled=True, **{age: 10})
     put(queen, queue, 1, 2, 3)
     queen.ack(queen.pop(queue, batch_size=1))
@@ -176,7 +176,9 @@ def test_a_prefix_of_each_partition(queen: QueenClient, sql: Sql, make_queue: Ma
     put(queen, queue, "a3", partition="a", priority=4)
     assert deleted(queen, queue) == {"retention": 3}
     assert sorted(stored(queen, queue)) == ["a2", "a3"]
-    assert [r.seq for r in put(queen, queue, "b3", partition="b")] == [3], "seqs go on after an empty partition"
+    assert [r.seq for r in put(queen, queue, "b3", partition="b")] == [3], (
+        "seqs go on after an empty partition"
+    )
     assert sorted(payloads(drain(queen, queue))) == ["a2", "a3", "b3"]
 
 

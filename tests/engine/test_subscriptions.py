@@ -65,7 +65,8 @@ class TestModes:
         put(queen, queue, 1)
         moment = now(sql) + dt.timedelta(seconds=100)
         assert (
-            queen.pop(queue, consumer_group="g", subscription_mode="timestamp", subscription_from=moment) == []
+            queen.pop(queue, consumer_group="g", subscription_mode="timestamp", subscription_from=moment)
+            == []
         )
 
     def test_queue_mode_subscribes_too(self, queen: QueenClient, queue: str) -> None:
@@ -117,7 +118,9 @@ class TestRecords:
         ).fetchall()
         assert before == after
 
-    def test_the_most_specific_record_wins(self, queen: QueenClient, make_queue: MakeQueue, name: Name) -> None:
+    def test_the_most_specific_record_wins(
+        self, queen: QueenClient, make_queue: MakeQueue, name: Name
+    ) -> None:
         """A partition's before the queue's before the namespace's, whichever came first."""
         namespace, group = name("n"), name("g")
         queue = make_queue(namespace=namespace)
@@ -137,7 +140,9 @@ class TestRecords:
         assert queen.pop(queue, partition="a", consumer_group="g", subscription_mode="new") == []
         assert payloads(drain(queen, queue, "g", subscription_mode="all")) == ["b1"]
         put(queen, queue, "a2", partition="a", priority=3)
-        assert payloads(drain(queen, queue, "g")) == ["a2"], "a lane that came later is read from its beginning"
+        assert payloads(drain(queen, queue, "g")) == ["a2"], (
+            "a lane that came later is read from its beginning"
+        )
         assert [(r[1], r[4]) for r in records(sql, "g") if r[0] == queue] == [("a", "new"), (None, "all")]
 
     def test_two_partitions_two_records(self, queen: QueenClient, queue: str) -> None:
@@ -146,7 +151,9 @@ class TestRecords:
         assert queen.pop(queue, partition="a", consumer_group="g", subscription_mode="new") == []
         assert payloads(drain(queen, queue, "g", partition="b")) == ["b1"]
 
-    def test_another_queue_is_another_record(self, queen: QueenClient, make_queue: MakeQueue, name: Name) -> None:
+    def test_another_queue_is_another_record(
+        self, queen: QueenClient, make_queue: MakeQueue, name: Name
+    ) -> None:
         one, two, group = make_queue(), make_queue(), name("g")
         put(queen, one, 1)
         put(queen, two, 2)
@@ -160,7 +167,9 @@ class TestRecords:
 
 
 class TestWhatComesLater:
-    def test_a_new_group_misses_nothing_of_a_partition_created_later(self, queen: QueenClient, queue: str) -> None:
+    def test_a_new_group_misses_nothing_of_a_partition_created_later(
+        self, queen: QueenClient, queue: str
+    ) -> None:
         """The bug that seed 004 is about."""
         put(queen, queue, "M1", partition="p1")
         queen.pop(queue, consumer_group="g", subscription_mode="new")
@@ -318,7 +327,9 @@ def test_the_groups_of_a_queue_are_listed(queen: QueenClient, queue: str) -> Non
     assert listed == {"a": ("all", 2, 1, 1), "b": ("new", 0, 0, 1)}
 
 
-def test_deleting_a_group_touches_no_other(queen: QueenClient, sql: Sql, make_queue: MakeQueue, name: Name) -> None:
+def test_deleting_a_group_touches_no_other(
+    queen: QueenClient, sql: Sql, make_queue: MakeQueue, name: Name
+) -> None:
     one, two, group = make_queue(), make_queue(), name("g")
     for queue in (one, two):
         put(queen, queue, 1)

@@ -28,6 +28,7 @@ from airflow_provider_queen.exceptions import (
 )
 from airflow_provider_queen.hooks.queen import QueenHook
 from airflow_provider_queen.operators import _consumer
+from airflow_provider_queen.operators._leases import LeaseKeeper, LeaseMemory
 from airflow_provider_queen.operators.pop import QueenPopOperator
 from airflow_provider_queen.triggers.backlog import QueenBacklogTrigger
 from tests.airflow_tasks import Figures, make_context
@@ -173,7 +174,9 @@ def test_partial_failure(orders: QueenHook, figures: Figures, caplog: pytest.Log
             raise KeyError("amount")
 
     context = make_context()
-    with pytest.raises(ProcessingError, match="of 4 messages 2 failed, the first with ValueError: cannot use"):
+    with pytest.raises(
+        ProcessingError, match="of 4 messages 2 failed, the first with ValueError: cannot use"
+    ):
         pop(process=process).execute(context)
     assert in_flight(orders) == (2, 0)
     assert figures.sent["queen.failed"] == 2
@@ -242,7 +245,9 @@ def test_results_are_forwarded_with_trace_partition_and_derived_ids(orders: Quee
 
 @pytest.mark.postgres
 def test_a_batch_forwards_per_message_or_as_one(orders: QueenHook) -> None:
-    orders.push("orders", [{"payload": n, "trace_id": str(uuid.UUID(int=n)), "partition": str(n)} for n in (1, 2)])
+    orders.push(
+        "orders", [{"payload": n, "trace_id": str(uuid.UUID(int=n)), "partition": str(n)} for n in (1, 2)]
+    )
     together = {"max_partitions": 10, "forward_to": "next"}
     pop(process_batch=lambda ms: [m.payload * 10 for m in ms], **together).execute(make_context())
     assert {(m.payload, m.trace_id, m.partition) for m in orders.list_messages("next")} == {
@@ -356,6 +361,41 @@ def test_results_of_a_long_batch_are_settled_on_the_way(
     pending: list[int] = []
     pop(process=lambda _: pending.append(orders.depth("orders").pending)).execute(make_context())
     assert pending == [3, 2, 1]
+
+
+@pytest.mark.postgres
+def test_a_lease_that_is_over_does_not_stop_the_renewal_of_others(orders: QueenHook) -> None:
+    for partition in ("a", "b"):
+        fill(orders, 1, partition=partition)
+    messages = orders.pop("orders", max_partitions=2, lease_seconds=1)
+    keeper = LeaseKeeper(QueenHook(), seconds=1)
+    keeper.hold(messages)
+    orders.ack(messages[0])
+    time.sleep(1.5)
+    assert orders.pop("orders") == []
+    keeper.close()
+    assert orders.ack(messages[1]).completed == 1
+
+
+@pytest.mark.postgres
+def test_what_a_lease_still_holds_is_given_back(orders: QueenHook) -> None:
+    """A settlement that was interrupted may have been committed all the same."""
+    fill(orders, 3)
+    keeper = LeaseKeeper(QueenHook(), seconds=None)
+    consumer = _consumer.Consumer(
+        orders,
+        keeper,
+        LeaseMemory({}),
+        pop={"queue_name": "orders"},
+        handler=print,
+        together=True,
+        forward_to=None,
+    )
+    orders.ack(consumer._pop(3, 0)[0])
+    consumer.give_back()
+    keeper.close()
+    assert consumer.tally.released == 2
+    assert in_flight(orders) == (2, 0)
 
 
 class StoreInAFile:

@@ -8,11 +8,13 @@ from typing import Any
 
 import psycopg
 import pytest
-from pyspark.errors import AnalysisException, PySparkException
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
-from airflow_provider_queen.spark import ConnectionInfo, ranges, readers
+from airflow_provider_queen.exceptions import InvalidOptionError
+from airflow_provider_queen.spark import ConnectionInfo, QueenDataSource, ranges, readers
 from airflow_provider_queen.spark.schemas import DELIVERIES, MESSAGES
 
 TOTAL = 1200 + 300 + 77
@@ -132,23 +134,24 @@ def test_an_empty_queue_has_no_rows(session: SparkSession, database: psycopg.Con
 
 
 @pytest.mark.parametrize(
-    ("options", "schema", "sentence"),
+    ("options", "columns", "sentence"),
     [
-        ({"tabel": "messages"}, None, "did you mean 'table'"),
-        ({"table": "mesages"}, None, "did you mean 'messages'"),
-        ({"numSlices": "many"}, None, "numSlices is a number"),
-        ({"queue_name": "ordres"}, None, "there is no queue 'ordres'"),
+        ({"tabel": "messages"}, "seq BIGINT", "did you mean 'table'"),
+        ({"table": "mesages"}, "seq BIGINT", "did you mean 'messages'"),
+        ({"numSlices": "many"}, "seq BIGINT", "numSlices is a number"),
         ({}, "sequ BIGINT", "did you mean 'seq'"),
         ({}, "seq STRING", "is bigint, not string"),
     ],
 )
-def test_mistakes_are_named(
-    session: SparkSession,
-    database: psycopg.Connection[Any],
-    options: dict[str, str],
-    schema: str | None,
-    sentence: str,
+def test_mistakes_are_named(options: dict[str, str], columns: str, sentence: str) -> None:
+    source = QueenDataSource(options)
+    source.connection = ConnectionInfo("dbname=q")
+    with pytest.raises(InvalidOptionError, match=sentence):
+        source.reader(StructType.fromDDL(columns))
+
+
+def test_an_unknown_queue_is_an_error_in_spark(
+    session: SparkSession, database: psycopg.Connection[Any]
 ) -> None:
-    reader = session.read.format("queen").options(**options)
-    with pytest.raises((AnalysisException, PySparkException), match=sentence):
-        (reader.schema(schema) if schema else reader).load().count()
+    with pytest.raises(PySparkException, match="there is no queue 'ordres'"):
+        load(session, queue_name="ordres").count()

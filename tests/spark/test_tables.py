@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
 import pytest
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThan, LessThan, LessThanOrEqual
 
-from airflow_provider_queen.client import Keyring, QueenClient
-from airflow_provider_queen.spark import ConnectionInfo, Keys, register
+from airflow_provider_queen.client import Keyring
+from airflow_provider_queen.exceptions import InvalidOptionError
+from airflow_provider_queen.spark import ConnectionInfo, Keys, QueenDataSource, register
 from airflow_provider_queen.spark.ranges import Range, size
 from airflow_provider_queen.spark.readers import Bounds, DeliveriesReader, MessagesReader, Slice
 from airflow_provider_queen.spark.schemas import CONSUMERS, DEAD_LETTERS, DELIVERIES, MESSAGES
 from tests.spark.apps import BOTH_SERVERS
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, 1, tzinfo=UTC)
-
-
-@pytest.fixture
-def pushdown(session: SparkSession) -> Iterator[SparkSession]:
-    session.conf.set("spark.sql.python.filterPushdown.enabled", "true")
-    yield session
-    session.conf.unset("spark.sql.python.filterPushdown.enabled")
 
 
 @pytest.fixture
@@ -88,7 +80,8 @@ def test_bounds_limit_what_is_planned(queen_dsn: str, deliver: psycopg.Connectio
     parts = planned(reader, LessThan(("created_at",), noon))
     assert (sum(size([Range(*bounds) for bounds in part.ranges]) for part in parts),) == expected
     reader = MessagesReader(ConnectionInfo(queen_dsn), MESSAGES, None, 3)
-    assert planned(reader, EqualTo(("partition_name",), "nowhere")) == [parts for parts in planned(reader)]
+    (nothing,) = planned(reader, EqualTo(("partition_name",), "nowhere"))
+    assert nothing.ranges == []
     late = deliver.execute("SELECT min(id), max(id) FROM queen.deliveries WHERE ended_at >= %s", [noon])
     bounds = late.fetchone()
     deliveries = DeliveriesReader(ConnectionInfo(queen_dsn), DELIVERIES, None, 1)
@@ -97,32 +90,35 @@ def test_bounds_limit_what_is_planned(queen_dsn: str, deliver: psycopg.Connectio
 
 
 def test_filters_reach_the_database_and_change_no_result(
-    pushdown: SparkSession, database: psycopg.Connection[Any]
+    session: SparkSession, database: psycopg.Connection[Any]
 ) -> None:
     noon = datetime(2026, 3, 1, 12, 1, tzinfo=UTC)
     frame = (
-        pushdown.read.format("queen")
+        session.read.format("queen")
         .load()
         .where(
             (F.col("queue_name") == "orders") & (F.col("created_at") >= F.lit(noon)) & (F.col("seq") % 2 == 0)
         )
     )
     expected = database.execute(
-        "SELECT count(*) FROM queen.messages WHERE queue_name = 'orders' AND created_at >= %s AND seq % 2 = 0",
+        "SELECT count(*) FROM queen.messages"
+        " WHERE queue_name = 'orders' AND created_at >= %s AND mod(seq, 2) = 0",
         [noon],
     ).fetchone()
     assert (frame.count(),) == expected
     # A queue that only a filter names need not exist.
-    assert pushdown.read.format("queen").load().where("queue_name = 'ordres'").count() == 0
+    assert session.read.format("queen").load().where("queue_name = 'ordres'").count() == 0
 
 
 def test_encrypted_payloads_are_opened_on_the_executors(
     spark: SparkSession, queen_dsn: str, database: psycopg.Connection[Any]
 ) -> None:
     key = Keyring.generate_key()
-    with QueenClient(queen_dsn, keyring=Keyring([key])) as client:
-        client.configure_queue("secrets", encryption_enabled=True)
-        client.push("secrets", [{"payload": {"n": n}} for n in range(3)])
+    database.execute("SELECT queen.configure_queue('secrets', '{\"encryption_enabled\": true}')")
+    ids = ["a", "b", "c"]
+    envelopes = [Keyring([key]).encrypt(f'{{"n":{n}}}', "secrets", ids[n]) for n in range(3)]
+    push = "SELECT queen.push('secrets', %s, transaction_ids => %s, is_encrypted => TRUE)"
+    database.execute(push, [envelopes, ids])
     register(spark, ConnectionInfo(queen_dsn), Keys(key))
     reader = spark.read.format("queen").schema("payload STRING, seq BIGINT").option("queue_name", "secrets")
     closed = reader.load().collect()
@@ -133,6 +129,9 @@ def test_encrypted_payloads_are_opened_on_the_executors(
     assert key not in repr(Keys(key))
 
 
-def test_decrypting_without_keys_is_said(session: SparkSession, database: psycopg.Connection[Any]) -> None:
-    with pytest.raises(PySparkException, match="set QUEEN_ENCRYPTION_KEYS"):
-        session.read.format("queen").option("decrypt", "true").load().count()
+def test_decrypting_without_keys_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUEEN_ENCRYPTION_KEYS", raising=False)
+    source = QueenDataSource({"decrypt": "true"})
+    source.connection = ConnectionInfo("dbname=q")
+    with pytest.raises(InvalidOptionError, match="set QUEEN_ENCRYPTION_KEYS"):
+        source.reader(MESSAGES)

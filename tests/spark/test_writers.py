@@ -7,13 +7,18 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
-from airflow_provider_queen.client import Keyring, QueenClient
-from airflow_provider_queen.exceptions import QueueFullError, QueueNotFoundError
-from airflow_provider_queen.spark import ConnectionInfo, Keys, register, writers
+from airflow_provider_queen.client import Keyring
+from airflow_provider_queen.exceptions import (
+    EncryptionError,
+    InvalidOptionError,
+    QueueFullError,
+    QueueNotFoundError,
+)
+from airflow_provider_queen.spark import ConnectionInfo, Keys, QueenDataSource, register, writers
 from airflow_provider_queen.spark.writers import Pushed, QueenWriter
 
 STORED = (
@@ -113,12 +118,15 @@ def test_an_encrypted_queue(spark: SparkSession, queen_dsn: str, queue: psycopg.
     key = Keyring.generate_key()
     queue.execute("SELECT queen.configure_queue('new', '{\"encryption_enabled\": true}')")
     register(spark, ConnectionInfo(queen_dsn), Keys(key))
-    with pytest.raises(PySparkException, match="takes encrypted payloads only"):
-        save(numbers(spark, 1), queue_name="new")
+    plain = pa.RecordBatch.from_pydict({"payload": ["1"]})
+    with pytest.raises(EncryptionError, match="takes encrypted payloads only"):
+        QueenWriter(ConnectionInfo(queen_dsn), "new", "w").write(iter([plain]))
     save(numbers(spark, 4).coalesce(1), queue_name="new", encrypt="true")
-    with QueenClient(queen_dsn, keyring=Keyring([key])) as client:
-        popped = client.pop("new", max_partitions=2)
-    assert sorted(message.payload["n"] for message in popped) == [0, 1, 2, 3]
+    rows = queue.execute(
+        "SELECT payload::text, queue_name, transaction_id FROM queen.messages"
+        " WHERE queue_name = 'new' ORDER BY transaction_id"
+    ).fetchall()
+    assert [Keyring([key]).decrypt(*row) for row in rows] == [f'{{"n":{n}}}' for n in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -132,13 +140,13 @@ def test_an_encrypted_queue(spark: SparkSession, queen_dsn: str, queue: psycopg.
         ("payload STRING", {"queue": "new"}, "did you mean 'queue_name'"),
     ],
 )
-def test_mistakes_are_named(
-    session: SparkSession, columns: str, options: dict[str, str], sentence: str
-) -> None:
-    with pytest.raises(PySparkException, match=sentence):
-        save(session.createDataFrame([], columns), **options)
+def test_mistakes_are_named(columns: str, options: dict[str, str], sentence: str) -> None:
+    source = QueenDataSource(options)
+    source.connection = ConnectionInfo("dbname=q")
+    with pytest.raises(InvalidOptionError, match=sentence):
+        source.writer(StructType.fromDDL(columns), False)
 
 
-def test_a_queue_is_not_overwritten(session: SparkSession) -> None:
-    with pytest.raises(PySparkException, match="cannot be overwritten"):
-        numbers(session, 1).write.format("queen").mode("overwrite").option("queue_name", "new").save()
+def test_a_queue_is_not_overwritten() -> None:
+    with pytest.raises(InvalidOptionError, match="cannot be overwritten"):
+        QueenDataSource({"queue_name": "new"}).writer(StructType.fromDDL("payload STRING"), True)

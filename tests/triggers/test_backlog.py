@@ -317,6 +317,25 @@ def test_an_ended_session_is_replaced(queen: QueenClient, sql: psycopg.Connectio
 
 
 @pytest.mark.postgres
+def test_airflow_that_does_not_answer_is_asked_again(
+    queen: QueenClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_listener, "FIRST_RETRY_SECONDS", 0.1)
+    get_client = _listener.QueenHook.get_async_client
+    answers = iter([False, False])
+
+    async def after_a_while(self: Any) -> Any:
+        if next(answers, True):
+            return await get_client(self)
+        raise RuntimeError("the API server is away")
+
+    monkeypatch.setattr(_listener.QueenHook, "get_async_client", after_a_while)
+    queen.push("orders", [{"payload": 1}])
+    trigger = QueenBacklogTrigger(queue_name="orders", min_pending=1, poll_interval=NEVER)
+    assert run(fired(trigger))["pending"] == 1
+
+
+@pytest.mark.postgres
 @pytest.mark.parametrize("mode", ["fast", "immediate"])
 def test_a_restart_of_the_database(
     monkeypatch: pytest.MonkeyPatch, own_server: PostgresServer, mode: str
