@@ -9,10 +9,20 @@ from __future__ import annotations
 import os
 from datetime import UTC, datetime
 
-from airflow.sdk import DAG, Param
+from airflow.sdk import DAG, Param, task
 
 from airflow_provider_queen.operators.spark import QueenSparkOperator
 from airflow_provider_queen.resources import spark_app
+
+
+@task
+def alert(summary: dict[str, int] | None) -> None:
+    """Fail where something is critical, so that whatever watches failed tasks hears of it."""
+    if summary and summary["critical"]:
+        raise RuntimeError(
+            f"{summary['critical']} critical anomalies: see queen.anomalies and the log of compute_metrics"
+        )
+
 
 with DAG(
     dag_id="queen_metrics",
@@ -27,13 +37,13 @@ with DAG(
             60, type="integer", minimum=1, maximum=86_400, description="length of a bucket"
         ),
         "lookback_hours": Param(
-            24, type="integer", minimum=1, description="how far back buckets are computed again"
+            0, type="integer", minimum=0, description="compute so far back again; 0: only what is new"
         ),
         "dry_run": Param(False, type="boolean", description="compute and log, store nothing"),
     },
     tags=["queen", "spark", "maintenance"],
 ):
-    QueenSparkOperator(
+    computed = QueenSparkOperator(
         task_id="compute_metrics",
         application=str(spark_app("metrics.py")),
         name="queen-metrics",
@@ -41,7 +51,9 @@ with DAG(
         queen_conn_id=os.environ.get("QUEEN_CONN_ID", "queen_default"),
         application_args=[
             "--bucket-seconds={{ params.bucket_seconds }}",
-            "--since={{ (dag_run.run_after - macros.timedelta(hours=params.lookback_hours)).isoformat() }}",
+            "{{ '--since=' ~ (dag_run.run_after - macros.timedelta(hours=params.lookback_hours)).isoformat()"
+            " if params.lookback_hours else '--incremental' }}",
             "{{ '--dry-run' if params.dry_run else '' }}",
         ],
     )
+    alert.override(retries=0)(computed.output)

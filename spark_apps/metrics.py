@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from airflow_provider_queen.spark import ConnectionInfo, register
+from airflow_provider_queen.spark.anomalies import Anomaly, find, record_anomalies
 from airflow_provider_queen.spark.application import Parser, Say, Summary, moment, number, run, session
 from airflow_provider_queen.spark.connection import check_queue
-from airflow_provider_queen.spark.metrics import BucketMetrics, Window, compute, record
+from airflow_provider_queen.spark.metrics import BucketMetrics, Window, compute, next_window, record
 
 APPLICATION = "queen-metrics"
 SHOWN_ROWS = 20
@@ -34,12 +35,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--since", type=moment, help="first moment, ISO with time zone (all that is retained)"
     )
+    parser.add_argument(
+        "--incremental", action="store_true", help="begin where the last run ended, instead of --since"
+    )
     parser.add_argument("--until", type=moment, help="end, exclusive, ISO with time zone (now)")
     parser.add_argument("--queue-name", help="only this queue")
     parser.add_argument("--dry-run", action="store_true", help="compute and show, store nothing")
     arguments = parser.parse_args(argv)
     if arguments.since and arguments.until and arguments.since >= arguments.until:
         parser.error("--since must lie before --until")
+    if arguments.incremental and (arguments.since or arguments.until):
+        parser.error("--incremental takes neither --since nor --until")
     return arguments
 
 
@@ -50,15 +56,30 @@ def show(rows: Sequence[BucketMetrics], say: Say) -> None:
         say(f"and {len(rows) - SHOWN_ROWS} more")
 
 
+def announce(anomalies: Sequence[Anomaly], say: Say) -> None:
+    for anomaly in anomalies[:SHOWN_ROWS]:
+        say(f"{anomaly.severity}: {anomaly.kind}: {anomaly.reason}")
+
+
 def measure(connection: ConnectionInfo, arguments: argparse.Namespace, say: Say) -> Summary:
-    window = Window(arguments.bucket_seconds, arguments.since, arguments.until)
+    window = (
+        next_window(connection, arguments.bucket_seconds, arguments.queue_name)
+        if arguments.incremental
+        else Window(arguments.bucket_seconds, arguments.since, arguments.until)
+    )
     with session(APPLICATION, say) as spark:
         register(spark, connection)
-        rows = compute(spark, window, arguments.queue_name, say)
+        rows = compute(spark, connection, window, arguments.queue_name, say)
     say(f"{len(rows)} buckets computed")
+    anomalies = find(connection, rows, arguments.queue_name)
+    announce(anomalies, say)
     if arguments.dry_run:
         show(rows, say)
+    else:
+        record_anomalies(connection, anomalies)
     return {
+        "anomalies": len(anomalies),
+        "critical": sum(anomaly.severity == "critical" for anomaly in anomalies),
         "buckets": len(rows),
         "written": 0 if arguments.dry_run else record(connection, window, rows),
         "dry_run": arguments.dry_run,

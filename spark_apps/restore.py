@@ -1,6 +1,6 @@
 """Push archived messages of a queue back into it, or into another one.
 
-    QUEEN_DSN=… spark-submit restore.py --archive /archive/queen --queue-name orders --since 2026-01-01T00:00:00Z
+    QUEEN_DSN=… spark-submit restore.py --archive /archive/queen --queue-name orders --since 2026-01-01T00:00Z
 
 Transaction and trace ids are kept, so that running it again restores nothing twice. Spark is started for more
 than --spark-threshold messages. Prints progress while it works and one JSON line at the end. Bad arguments

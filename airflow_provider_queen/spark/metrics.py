@@ -45,12 +45,20 @@ class Window:
     since: datetime | None = None
     until: datetime | None = None
 
+    @property
+    def first(self) -> datetime | None:
+        """The start of the first bucket."""
+        if self.since is None:
+            return None
+        seconds = int(self.since.timestamp() // self.bucket_seconds) * self.bucket_seconds
+        return datetime.fromtimestamp(seconds, UTC)
+
     def contains(self, moment: Column) -> Column:
         bucket = bucket_start(moment, self.bucket_seconds)
         inside = F.lit(True)
-        if self.since is not None:
-            first = int(self.since.timestamp() // self.bucket_seconds) * self.bucket_seconds
-            inside = inside & (bucket >= F.lit(first))
+        if self.first is not None:
+            # The comparison of the column itself is one that Spark can hand down to the database.
+            inside = inside & (moment >= F.lit(self.first))
         if self.until is not None:
             inside = inside & (bucket < F.lit(self.until.timestamp()))
         return inside
@@ -182,11 +190,30 @@ def read(spark: SparkSession, table: str, columns: Sequence[str], queue_name: st
     if queue_name is not None:
         reader = reader.option("queue_name", queue_name)
     parallelism = max(2, spark.sparkContext.defaultParallelism)
-    return reader.option("numSlices", parallelism).load().persist(StorageLevel.MEMORY_AND_DISK)
+    return reader.option("numSlices", parallelism).load()
+
+
+def first_needed(connection: ConnectionInfo, window: Window, deliveries: DataFrame) -> datetime | None:
+    """From when on messages must be read: those pushed inside the window, and those delivered inside it."""
+    if window.first is None:
+        return None
+    firsts = deliveries.groupBy("lane_id").agg(F.min("first_seq").alias("seq")).collect()
+    with connection.connect() as database:
+        lanes, seqs = [row["lane_id"] for row in firsts], [row["seq"] for row in firsts]
+        oldest: datetime | None = call(database, "oldest_created", ["created_at"], lanes, seqs)[0][0]
+    return window.first if oldest is None else min(window.first, oldest)
+
+
+def next_window(connection: ConnectionInfo, bucket_seconds: int, queue_name: str | None) -> Window:
+    """What an earlier run has not seen, and a little of what it has; everything where there was none."""
+    with connection.connect() as database:
+        since = call(database, "metrics_from", ["computed_from"], bucket_seconds, queue_name)[0][0]
+    return Window(bucket_seconds, since)
 
 
 def compute(
     spark: SparkSession,
+    connection: ConnectionInfo,
     window: Window,
     queue_name: str | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -197,9 +224,14 @@ def compute(
     no delivery misses its messages.
     """
     deliveries = read(spark, "deliveries", DELIVERY_COLUMNS, queue_name)
+    deliveries = deliveries.where(window.contains(F.col("ended_at"))).persist(StorageLevel.MEMORY_AND_DISK)
     messages = read(spark, "messages", MESSAGE_COLUMNS, queue_name)
     try:
         say(f"{deliveries.count()} deliveries read")
+        oldest = first_needed(connection, window, deliveries)
+        if oldest is not None:
+            messages = messages.where(F.col("created_at") >= F.lit(oldest))
+        messages = messages.persist(StorageLevel.MEMORY_AND_DISK)
         say(f"{messages.count()} messages read")
         rows = bucket_metrics(messages, deliveries, window).collect()
     finally:

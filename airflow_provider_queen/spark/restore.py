@@ -1,7 +1,7 @@
 """Archived messages back into a queue, in their old order, with their transaction and trace ids.
 
-They become new messages: with a new seq and the time of the restoration, and with ``requeued_from`` naming what
-they were. Running it again restores nothing twice, while what was restored is retained.
+They become new messages: with a new seq and the time of the restoration; ``requeued_from`` names what they
+were. Running it again restores nothing twice, while what was restored is retained.
 """
 
 from __future__ import annotations

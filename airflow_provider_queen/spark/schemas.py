@@ -99,6 +99,7 @@ CONSUMERS = StructType(
         StructField("settled_at", TimestampType()),
         StructField("total_completed", LongType()),
         StructField("total_dropped", LongType()),
+        StructField("retry_limit", IntegerType()),
     ]
 )
 

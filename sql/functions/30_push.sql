@@ -358,6 +358,8 @@ BEGIN
     );
     LOOP
         IF repeated THEN
+            -- With the ids as they were given: a message without one repeats nothing.
+            ids := coalesce(push.transaction_ids, array_fill(NULL::text, ARRAY[n]));
             SELECT d.* INTO is_new, seqs, home_lanes, stamps, ids, salts
             FROM queen.place_messages(lane_ids, ids, pushed_at) AS d;
             fresh := coalesce(cardinality(array_positions(is_new, TRUE)), 0);
@@ -369,7 +371,8 @@ BEGIN
             FROM queen.tail_of(lane_ids[1]) AS t;
         END IF;
         IF ids IS NULL OR array_position(ids, NULL) IS NOT NULL THEN
-            -- A message without an id of the producer's has its own, as text.
+            -- A message without an id of the producer's has its own, as text. (Should somebody have used that one
+            -- already, the index says so, and the next round makes up another.)
             ids := ARRAY(
                 SELECT coalesce(
                     x.id,

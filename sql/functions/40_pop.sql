@@ -41,7 +41,8 @@ BEGIN
 END
 $$;
 
--- Counts one more failure for each message and says which of them have used up their retries.
+-- Counts one more failure for each message and says which of them have used up their retries, and how often the most
+-- tried of the others has failed.
 CREATE OR REPLACE FUNCTION queen.count_failures(
     consumer_id bigint, seqs int8multirange, retry_limit integer, error text,
     OUT exhausted int8multirange, OUT most_failures integer, OUT added integer
@@ -65,7 +66,7 @@ BEGIN
         coalesce(
             range_agg(int8range(c.seq, c.seq, '[]')) FILTER (WHERE c.failures > count_failures.retry_limit), '{}'
         ),
-        coalesce(max(c.failures), 0),
+        coalesce(max(c.failures) FILTER (WHERE c.failures <= count_failures.retry_limit), 0),
         count(*) FILTER (WHERE c.is_first)
     INTO exhausted, most_failures, added
     FROM counted AS c;
@@ -325,6 +326,7 @@ DECLARE
     budget bigint := pop.batch_size;
     claimed bigint[];
     again bigint[];
+    changed boolean;
     lane record;
     from_seq bigint;
     end_seq bigint;
@@ -486,6 +488,7 @@ BEGIN
         again := claimed;
 
         WHILE cardinality(again) > 0 LOOP
+            changed := FALSE;
             -- A new statement: it sees what the last holder of each row committed.
             FOR lane IN
                 SELECT
@@ -523,6 +526,7 @@ BEGIN
                     ELSE
                         PERFORM queen.expire_lease(lane.consumer, new_state);
                         again := again || lane.id;
+                        changed := TRUE;
                     END IF;
                     CONTINUE;
                 ELSIF new_state.retry_at > now_at THEN
@@ -557,6 +561,7 @@ BEGIN
                     ) > 0
                 THEN
                     again := again || lane.id;
+                    changed := TRUE;
                     CONTINUE;
                 END IF;
                 IF lane.delayed_processing > 0 AND lane.tail_at + make_interval(secs => lane.delayed_processing) > now_at THEN
@@ -578,6 +583,11 @@ BEGIN
                 END IF;
 
                 CONTINUE WHEN budget <= 0 OR wanted <= 0;
+                IF changed THEN
+                    -- A lane before this one has to be read again first: the order of the claim is that of priority.
+                    again := again || lane.id;
+                    CONTINUE;
+                END IF;
                 take := least(available, budget);
                 IF new_state.suspect_through > from_seq THEN
                     take := 1;

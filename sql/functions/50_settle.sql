@@ -69,7 +69,7 @@ BEGIN
             coalesce(x.rejected, none) AS rejected,
             coalesce(x.released, none) AS released,
             c.consumer, c.ready_at, c.lane_id, c.id AS consumer_id, c.consumer_group,
-            s.state, l.name, q.name AS queue_name, q.retry_limit, q.retry_delay, q.dlq_after_max_retries
+            s.state, l.name, l.floor_seq, q.name AS queue_name, q.retry_limit, q.retry_delay, q.dlq_after_max_retries
         FROM unnest(lease_ids, completed, failed, rejected, released)
             AS x (lease_id, completed, failed, rejected, released)
         LEFT JOIN LATERAL (
@@ -79,7 +79,7 @@ BEGIN
             SELECT r AS state FROM queen.consumer_states AS r
             WHERE r.consumer_id = c.id ORDER BY r.gen DESC LIMIT 1
         ) AS s ON TRUE
-        LEFT JOIN LATERAL (SELECT r.name FROM queen.lanes AS r WHERE r.id = c.lane_id LIMIT 1) AS l ON TRUE
+        LEFT JOIN LATERAL (SELECT r.name, r.floor_seq FROM queen.lanes AS r WHERE r.id = c.lane_id LIMIT 1) AS l ON TRUE
         LEFT JOIN LATERAL (SELECT r.* FROM queen.queues AS r WHERE r.id = c.queue_id LIMIT 1) AS q ON TRUE
     LOOP
         old_state := lease.state;
@@ -111,11 +111,14 @@ BEGIN
         new_state.gen := old_state.gen + 1;
         gone := lease.completed + lease.rejected;
         IF NOT isempty(lease.failed) THEN
+            new_state.failed := old_state.failed + outcome.retried;
+            -- What retention has removed since the lease ran out cannot come again.
+            lease.failed := queen.beyond(lease.floor_seq, lease.failed);
+            outcome.retried := queen.size(lease.failed);
             SELECT * INTO failures FROM queen.count_failures(
                 lease.consumer_id, lease.failed, lease.retry_limit, settle.error
             );
             new_state.redelivering := new_state.redelivering + failures.added;
-            new_state.failed := old_state.failed + outcome.retried;
             IF NOT isempty(failures.exhausted) THEN
                 IF lease.dlq_after_max_retries THEN
                     outcome.dead_lettered := queen.bury(lease.consumer, failures.exhausted, 'failed', settle.error);
@@ -302,6 +305,8 @@ BEGIN
         END IF;
         UPDATE queen.consumer_states AS s SET lease_expires_at = until
         WHERE s.consumer_id = state.consumer_id AND s.gen = state.gen;
+        -- Somebody who ran into the lease comes back when it ends, if that is sooner now.
+        UPDATE queen.consumers AS c SET ready_at = until WHERE c.id = state.consumer_id AND c.ready_at > until;
         RETURN NEXT (lease, until)::queen.lease_expiry;
     END LOOP;
 END

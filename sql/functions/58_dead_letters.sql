@@ -127,7 +127,7 @@ BEGIN
                     requeue_dead_letters.queue_name,
                     (SELECT array_agg(r.payload::text ORDER BY r.id) FROM unnest(a.rows) AS r),
                     (SELECT array_agg(r.partition_name ORDER BY r.id) FROM unnest(a.rows) AS r),
-                    (SELECT array_agg('requeue:' || r.id ORDER BY r.id) FROM unnest(a.rows) AS r),
+                    NULL,
                     (SELECT array_agg(r.trace_id ORDER BY r.id) FROM unnest(a.rows) AS r),
                     (SELECT array_agg(r.priority ORDER BY r.id) FROM unnest(a.rows) AS r),
                     encrypted,

@@ -292,7 +292,8 @@ RETURNS TABLE (
     popped_at timestamptz,
     settled_at timestamptz,
     total_completed bigint,
-    total_dropped bigint
+    total_dropped bigint,
+    retry_limit int
 )
 LANGUAGE sql STABLE
 AS $$
@@ -310,8 +311,10 @@ AS $$
         c.popped_at,
         c.settled_at,
         c.total_completed,
-        c.total_dropped
+        c.total_dropped,
+        q.retry_limit
     FROM queen.partition_consumers AS c
+    INNER JOIN queen.queues AS q ON q.name = c.queue_name
     WHERE queue_filter IS NULL OR c.queue_name = queue_filter
     ORDER BY c.queue_name, c.partition_name, c.priority, c.consumer_group;
 $$;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,14 @@ import pytest
 from pyspark.sql import SparkSession
 
 from airflow_provider_queen.spark import ConnectionInfo
-from airflow_provider_queen.spark.metrics import PRODUCERS, BucketMetrics, Window, compute, record
+from airflow_provider_queen.spark.metrics import (
+    PRODUCERS,
+    BucketMetrics,
+    Window,
+    compute,
+    next_window,
+    record,
+)
 
 WINDOW = Window(bucket_seconds=60)
 
@@ -58,8 +65,10 @@ def latencies(row: BucketMetrics) -> list[float | None]:
     return [row.latency_p50_ms, row.latency_p95_ms, row.latency_p99_ms]
 
 
-def test_figures_equal_plain_sql_and_numpy(session: SparkSession, deliver: psycopg.Connection[Any]) -> None:
-    figures = by_key(compute(session, WINDOW))
+def test_figures_equal_plain_sql_and_numpy(
+    session: SparkSession, queen_dsn: str, deliver: psycopg.Connection[Any]
+) -> None:
+    figures = by_key(compute(session, ConnectionInfo(queen_dsn), WINDOW))
 
     pushed = {(queue, PRODUCERS, bucket): n for queue, bucket, n in deliver.execute(PUSHED)}
     assert {key: row.pushed for key, row in figures.items() if row.pushed} == pushed
@@ -85,11 +94,14 @@ def test_figures_equal_plain_sql_and_numpy(session: SparkSession, deliver: psyco
         )
 
 
-def test_a_window_gives_whole_buckets(session: SparkSession, deliver: psycopg.Connection[Any]) -> None:
-    everything = by_key(compute(session, WINDOW))
+def test_a_window_gives_whole_buckets(
+    session: SparkSession, queen_dsn: str, deliver: psycopg.Connection[Any]
+) -> None:
+    info = ConnectionInfo(queen_dsn)
+    everything = by_key(compute(session, info, WINDOW))
     since = datetime(2026, 3, 1, 12, 1, 30, tzinfo=UTC)
     until = datetime(2026, 3, 1, 12, 2, 0, tzinfo=UTC)
-    inside = by_key(compute(session, Window(60, since, until)))
+    inside = by_key(compute(session, info, Window(60, since, until)))
     minute = datetime(2026, 3, 1, 12, 1, tzinfo=UTC)
     assert inside
     assert inside == {key: row for key, row in everything.items() if row.bucket_start == minute}
@@ -99,7 +111,7 @@ def test_recording_twice_changes_nothing(
     session: SparkSession, queen_dsn: str, deliver: psycopg.Connection[Any]
 ) -> None:
     info = ConnectionInfo(queen_dsn)
-    rows = compute(session, WINDOW, "orders")
+    rows = compute(session, info, WINDOW, "orders")
     stored = (
         "SELECT queue_name, consumer_group, bucket_start, bucket_seconds, pushed, completed, failed,"
         " dead_lettered, latency_p50_ms, latency_p95_ms, latency_p99_ms, processing_p50_ms,"
@@ -118,16 +130,35 @@ def test_what_retention_removed_does_not_lower_earlier_figures(
     session: SparkSession, queen_dsn: str, deliver: psycopg.Connection[Any]
 ) -> None:
     info = ConnectionInfo(queen_dsn)
-    record(info, WINDOW, compute(session, WINDOW))
+    record(info, WINDOW, compute(session, info, WINDOW))
     deliver.execute(
         "SELECT queen.delete_prefix(q, l, 600, 'retention') FROM queen.lanes AS l"
         " INNER JOIN queen.queues AS q ON q.id = l.queue_id WHERE l.name = 'a'"
     )
-    record(info, WINDOW, compute(session, WINDOW))
+    record(info, WINDOW, compute(session, info, WINDOW))
     total = deliver.execute("SELECT sum(pushed)::int FROM queen.queue_metrics").fetchone()
     assert total == (1577,)
 
 
 def test_nothing_to_record(session: SparkSession, queen_dsn: str) -> None:
-    assert compute(session, WINDOW) == []
-    assert record(ConnectionInfo(queen_dsn), WINDOW, []) == 0
+    info = ConnectionInfo(queen_dsn)
+    assert compute(session, info, WINDOW) == []
+    assert record(info, WINDOW, []) == 0
+
+
+def test_the_next_run_reads_only_what_is_new(
+    session: SparkSession, queen_dsn: str, deliver: psycopg.Connection[Any]
+) -> None:
+    info = ConnectionInfo(queen_dsn)
+    assert next_window(info, 60, None) == WINDOW
+    everything = compute(session, info, WINDOW)
+    record(info, WINDOW, everything)
+    window = next_window(info, 60, None)
+    newest = max(row.bucket_start for row in everything)
+    assert window.first == newest - timedelta(minutes=1)
+    said: list[str] = []
+    again = compute(session, info, window, say=said.append)
+    assert by_key(again) == {k: r for k, r in by_key(everything).items() if k[2] >= window.first}
+    read = [int(line.split()[0]) for line in said]
+    held = deliver.execute("SELECT (SELECT count(*) FROM queen.deliveries), count(*) FROM queen.message_log")
+    assert [part < whole for part, whole in zip(read, held.fetchone() or (), strict=True)] == [True, True]

@@ -39,6 +39,7 @@ def app() -> ModuleType:
         (["--bucket-seconds", "0"], "seconds from 1 to 86400"),
         (["--since", "2026-03-02T00:00Z", "--until", "2026-03-01T00:00Z"], "--since must lie before --until"),
         (["--queue", "orders"], "unrecognized arguments: --queue"),
+        (["--incremental", "--until", "2026-03-02T00:00Z"], "--incremental takes neither"),
     ],
 )
 def test_bad_arguments_end_with_a_sentence_and_2(
@@ -208,6 +209,7 @@ def test_the_dag_parses() -> None:
     assert bag.import_errors == {}
     dag = bag.dags["queen_metrics"]
     assert (dag.max_active_runs, dag.catchup) == (1, False)
-    (task,) = dag.tasks
+    task = dag.get_task("compute_metrics")
+    assert task.downstream_task_ids == {"alert"}
     assert task.application == str(spark_app("metrics.py"))
     assert task.env_vars is None
