@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import BaseNotifier
 
+from airflow_provider_queen import metrics
 from airflow_provider_queen.client import inputs
 from airflow_provider_queen.hooks.queen import QueenHook
 from airflow_provider_queen.operators._messages import is_literal, with_defaults
@@ -67,12 +68,14 @@ class QueenNotifier(BaseNotifier):
 
     def notify(self, context: Context) -> None:
         with closing(QueenHook(queen_conn_id=self.queen_conn_id)) as hook:
-            hook.push(self.queue_name, [self._message(context)])
+            results = hook.push(self.queue_name, [self._message(context)])
+        metrics.count_pushed(self.queue_name, results)
 
     async def async_notify(self, context: Context) -> None:
         hook = QueenHook(queen_conn_id=self.queen_conn_id)
         async with await hook.get_async_client() as client:
-            await client.push(self.queue_name, [self._message(context)])
+            results = await client.push(self.queue_name, [self._message(context)])
+        metrics.count_pushed(self.queue_name, results)
 
     def _message(self, context: Mapping[str, Any]) -> dict[str, Any]:
         return with_defaults(

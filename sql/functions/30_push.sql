@@ -107,8 +107,8 @@ AS $$
                 (
                     SELECT count(*) FROM generate_series(0, 7) AS s (salt)
                     INNER JOIN queen.message_log AS m
-                        ON (hashtextextended(m.transaction_id, m.lane_id / 10) # coalesce(m.id_salt, 0)::bigint)
-                        = i.id_hash # s.salt::bigint
+                        ON int8xor(hashtextextended(m.transaction_id, m.lane_id / 10), coalesce(m.id_salt, 0)::bigint)
+                        = int8xor(i.id_hash, s.salt::bigint)
                 ) + dense_rank() OVER (PARTITION BY i.id_hash ORDER BY i.id) - 1,
                 0
             )::smallint AS salt
@@ -117,8 +117,8 @@ AS $$
             SELECT m.seq, m.lane_id
             FROM generate_series(0, 7) AS s (salt)
             INNER JOIN queen.message_log AS m
-                ON (hashtextextended(m.transaction_id, m.lane_id / 10) # coalesce(m.id_salt, 0)::bigint)
-                = i.id_hash # s.salt::bigint
+                ON int8xor(hashtextextended(m.transaction_id, m.lane_id / 10), coalesce(m.id_salt, 0)::bigint)
+                = int8xor(i.id_hash, s.salt::bigint)
             WHERE m.transaction_id = i.id AND m.lane_id / 10 = i.lane_id / 10
             LIMIT 1
         ) AS known ON TRUE
@@ -205,7 +205,7 @@ $$;
 --                                   statements after the lock read the last seq, in snapshots that see the first.
 --                                   So seqs have no gaps, their order is commit order, and dedupe sees everything.
 --   push | push, other partitions   neither waits. Several partitions are locked by ascending id: no circle.
---   push | pop calls it drained     pop sets ready_at NULL under the partition's lock, after looking for messages again.
+--   push | pop calls it drained     pop sets ready_at NULL under the partition's lock, after looking again.
 --                                   Either it waits for nothing and finds our messages, or we come later and see NULL.
 --   push | first contact of group   the group's row is not visible to us: it starts as ready, never as drained.
 --   push | delete_queue             delete waits for us, or we wait for it and find no queue.
@@ -353,7 +353,7 @@ BEGIN
     repeated := ids[1] IS NOT NULL AND EXISTS (
         SELECT 1 FROM queen.message_log AS m
         WHERE
-            (hashtextextended(m.transaction_id, m.lane_id / 10) # coalesce(m.id_salt, 0)::bigint)
+            int8xor(hashtextextended(m.transaction_id, m.lane_id / 10), coalesce(m.id_salt, 0)::bigint)
             = hashtextextended(ids[1], lane_ids[1] / 10)
     );
     LOOP

@@ -281,13 +281,13 @@ $$;
 -- A lane is claimed by its row in consumers, FOR UPDATE SKIP LOCKED; what it has is read by later statements, whose
 -- snapshots see whatever the previous holder of that row lock committed.
 --   pop | pop                 the second skips the row, or sees the first one's lease and puts ready_at at its expiry.
---   pop | settle              settle waits for the row, or pop skips it. A lease that ran out belongs to who comes first.
+--   pop | settle              settle waits for the row, or pop skips it. A lease that ran out is whose who comes first.
 --   pop | push                no common lock, but for calling a lane drained: see queen.drained_until.
 --   pop | seek, retention     as settle: they lock the row.
--- in_transaction says that the caller's transaction goes on: then no lane is called drained, for that holds the partition's
--- lock, and producers would wait for the transaction's end.
--- In repeatable read and above both may read the same state; the primary key of consumer_states lets one commit, the other
--- gets 40001. There nothing is parked either: what we see of a lane may be over.
+-- in_transaction says that the caller's transaction goes on: then no lane is called drained, for that holds the
+-- partition's lock, and producers would wait for the transaction's end.
+-- In repeatable read and above both may read the same state; the primary key of consumer_states lets one commit, the
+-- other gets 40001. There nothing is parked either: what we see of a lane may be over.
 CREATE OR REPLACE FUNCTION queen.pop(
     queue_name text DEFAULT NULL,
     partition text DEFAULT NULL,

@@ -1,7 +1,7 @@
 -- Depth and statistics: arithmetic on cursors, never a count of messages.
 
--- Per lane that may hold something for a group, in one snapshot. Drained lanes are not visited: by their definition they
--- hold nothing. Lanes that the group has not met yet count from where it would begin.
+-- Per lane that may hold something for a group, in one snapshot. Drained lanes are not visited: by their definition
+-- they hold nothing. Lanes that the group has not met yet count from where it would begin.
 CREATE OR REPLACE FUNCTION queen.group_backlog(queue_id integer, consumer_group text)
 RETURNS TABLE (lane_id bigint, next_seq bigint, pending bigint, in_flight bigint)
 LANGUAGE plpgsql STABLE
@@ -82,7 +82,7 @@ BEGIN
 END
 $$;
 
--- What max_queue_size counts: what the slowest group has not settled, or every retained message where there is no group.
+-- What max_queue_size counts: what the slowest group has not settled, or all retained messages where there is no group.
 CREATE OR REPLACE FUNCTION queen.largest_backlog(queue_id integer)
 RETURNS bigint
 LANGUAGE sql STABLE
@@ -100,8 +100,8 @@ AS $$
     )::bigint;
 $$;
 
--- Pending (in flight included), in flight, dead letters that were not requeued, and the age of the oldest pending message,
--- of one group over a queue, or over all queues of a namespace and/or task. Exact: one statement, one snapshot.
+-- Pending (in flight included), in flight, dead letters that were not requeued, and the age of the oldest pending
+-- message, of one group over a queue, or over all queues of a namespace and/or task. Exact: one statement, one snapshot.
 CREATE OR REPLACE FUNCTION queen.depth(
     queue_name text DEFAULT NULL, consumer_group text DEFAULT NULL, namespace text DEFAULT NULL, task text DEFAULT NULL
 )

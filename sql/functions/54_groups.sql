@@ -1,6 +1,6 @@
 -- Consumer groups: seek, list, delete.
 
--- Moves a group's cursor on every lane of a queue, or of one partition. Leases on them end: their holders have lost them.
+-- Moves a group's cursor on every lane of a queue, or of one partition. Leases on them end: their holders lost them.
 -- A group that has never popped exists from now on. Returns the number of lanes.
 -- The consumers' rows are locked by ascending id, and states read afterwards: as settle.
 CREATE OR REPLACE FUNCTION queen.seek(

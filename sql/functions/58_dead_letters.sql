@@ -169,7 +169,10 @@ END
 $$;
 
 CREATE OR REPLACE FUNCTION queen.purge_dead_letters(
-    queue_name text, ids bigint[] DEFAULT NULL, consumer_group text DEFAULT NULL, older_than_seconds integer DEFAULT NULL
+    queue_name text,
+    ids bigint[] DEFAULT NULL,
+    consumer_group text DEFAULT NULL,
+    older_than_seconds integer DEFAULT NULL
 )
 RETURNS bigint
 LANGUAGE plpgsql

@@ -168,7 +168,9 @@ $$;
 
 -- Deletes the prefix of one lane up to a seq, and raises its floor with it. The caller has locked the lane and its
 -- consumers (queen.lock_consumers) and decided that it may.
-CREATE OR REPLACE FUNCTION queen.delete_prefix(queue queen.queues, lane queen.lanes, last_seq bigint, retention_type text)
+CREATE OR REPLACE FUNCTION queen.delete_prefix(
+    queue queen.queues, lane queen.lanes, last_seq bigint, retention_type text
+)
 RETURNS bigint
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
@@ -217,11 +219,12 @@ END
 $$;
 
 -- Retention in plain SQL, for small installations: deletes at most max_rows messages.
---   retain | pop      the rows of the lane's consumers are locked while we decide and delete; where somebody works on one
---                     right now, the lane waits for the next run. A cursor that the floor has passed counts as the floor.
---   retain | push     dedupe sees a message or not, both are right. The lane's last seq is the floor when no row is left:
---                     rows and floor change in one transaction, and a push reads both in one snapshot.
---   retain | discover a group that begins at the old floor is at the new one in effect.
+--   retain | pop      the rows of the lane's consumers are locked while we decide and delete; where somebody works on
+--                     one right now, the lane waits for the next run. A cursor that the floor has passed counts as the
+--                     floor.
+--   retain | push     dedupe sees a message or not, both are right. The lane's last seq is the floor when no row is
+--                     left: rows and floor change in one transaction, and a push reads both in one snapshot.
+--   retain | discover the lane's row: one of the two leaves the lane for later.
 --   retain | retain   the lane's row.
 CREATE OR REPLACE FUNCTION queen.retain(queue_name text DEFAULT NULL, max_rows integer DEFAULT 10000)
 RETURNS SETOF queen.retained_partition

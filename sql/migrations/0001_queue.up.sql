@@ -78,13 +78,13 @@ CREATE TABLE queen.message_log (
     autovacuum_vacuum_threshold = 50000, autovacuum_vacuum_scale_factor = 0, vacuum_truncate = OFF
 );
 -- Dedupe, over all lanes of a partition: 8 bytes a message, the partition is the hash's seed. Being unique it costs no
--- look-up of its own: an insert finds a repeated id on its way (queen.push then looks closer). Two ids that share a hash
--- are told apart by their texts, and the second one stored gets a salt.
+-- look-up of its own: an insert finds a repeated id on its way (queen.push then looks closer). Two ids that share a
+-- hash are told apart by their texts, and the second one stored gets a salt.
 CREATE UNIQUE INDEX message_log_transaction ON queen.message_log (
-    (hashtextextended(transaction_id, lane_id / 10) # coalesce(id_salt, 0)::bigint)
+    int8xor(hashtextextended(transaction_id, lane_id / 10), coalesce(id_salt, 0)::bigint)
 );
--- For people who follow a pipeline, at almost no cost for those who push: a btree on random ids costs 3 microseconds and
--- 75 bytes of WAL a message, this one next to nothing. A look-up reads the summaries, about a thousandth of the table.
+-- For people who follow a pipeline, at almost no cost for those who push: a btree on random ids costs 3 microseconds
+-- and 75 bytes of WAL a message, this one next to nothing. A look-up reads the summaries, a small part of the table.
 CREATE INDEX message_log_trace ON queen.message_log
 USING brin (trace_id uuid_bloom_ops (n_distinct_per_range = 1000, false_positive_rate = 0.01))
 WITH (pages_per_range = 32, autosummarize = ON);
@@ -285,7 +285,7 @@ CREATE TABLE queen.anomalies (
 );
 CREATE INDEX anomalies_detected_at ON queen.anomalies (detected_at);
 
--- What functions return, where a table's row does not serve. (In RETURNS TABLE a column may not have an argument's name.)
+-- What functions return where a table's row does not serve. (In RETURNS TABLE no column may have an argument's name.)
 CREATE TYPE queen.popped_message AS (
     message_id uuid,
     transaction_id text,

@@ -40,20 +40,22 @@ LEFT JOIN LATERAL (
     ORDER BY m.seq DESC
     LIMIT 1
 ) AS t ON TRUE
-CROSS JOIN LATERAL (
-    SELECT
-        greatest(coalesce(s.cursor, c.start_seq), l.floor_seq) AS from_seq,
-        coalesce(t.seq, l.floor_seq) AS last_seq
-) AS b
+CROSS JOIN
+    LATERAL (
+        SELECT
+            greatest(coalesce(s.cursor, c.start_seq), l.floor_seq) AS from_seq,
+            coalesce(t.seq, l.floor_seq) AS last_seq
+    ) AS b
 -- Retention may have passed the cursor: what was settled ahead of it then folds into the effective cursor.
-CROSS JOIN LATERAL (
-    SELECT
-        b.last_seq,
-        coalesce(
-            (SELECT upper(r) - 1 FROM unnest(s.ahead) AS r WHERE r @> (b.from_seq + 1)), b.from_seq
-        ) AS cursor,
-        coalesce(s.ahead, '{}') * int8multirange(int8range(b.from_seq + 1, NULL)) AS beyond
-) AS f
+CROSS JOIN
+    LATERAL (
+        SELECT
+            b.last_seq,
+            coalesce(
+                (SELECT upper(r) - 1 FROM unnest(s.ahead) AS r WHERE r @> (b.from_seq + 1)), b.from_seq
+            ) AS cursor,
+            coalesce(s.ahead, '{}') * int8multirange(int8range(b.from_seq + 1, NULL)) AS beyond
+    ) AS f
 CROSS JOIN LATERAL (
     SELECT
         f.cursor,

@@ -1,7 +1,7 @@
-"""A consumer that can be stopped anywhere: pops, processes, settles and pushes onward, as a user's program would.
+"""A consumer that can be stopped anywhere: it pops, processes, settles and pushes onward.
 
-As a program (``python -m tests.engine.forwarder DSN SOURCE TARGET POINT``) it says when it has reached the point, and
-stays there until it is killed.
+As a program (``python -m tests.engine.forwarder DSN SOURCE TARGET POINT``) it says when it has reached the
+point, and stays there until it is killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from airflow_provider_queen.client import QueenClient
 
-# Between any two statements. What is committed at each: whether the message is settled and pushed onward by then.
+# Between any two statements; and whether the messages are settled and pushed onward by then.
 POINTS = {
     "before the pop": False,
     "in the pop's transaction": False,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import psycopg
@@ -20,8 +21,8 @@ QUEUE_MODE = "__QUEUE_MODE__"
 # Long enough for a busy machine; a test that waits so long has failed.
 PATIENCE = 30.0
 
-# What a group has not settled, counted message by message from the tables alone. A lane that the group has not met
-# yet has not been settled by it.
+# What a group has not settled, counted message by message from the tables alone. Of a lane that it has not
+# met yet it has settled nothing.
 _COUNT = """
     SELECT count(*)
     FROM queen.message_log AS m
@@ -32,7 +33,9 @@ _COUNT = """
         SELECT s.cursor, s.ahead FROM queen.consumer_states AS s
         WHERE s.consumer_id = c.id ORDER BY s.gen DESC LIMIT 1
     ) AS s ON TRUE
-    WHERE q.name = %(queue)s AND NOT coalesce(m.seq <= coalesce(s.cursor, c.start_seq) OR s.ahead @> m.seq, FALSE)
+    WHERE
+        q.name = %(queue)s
+        AND NOT coalesce(m.seq <= coalesce(s.cursor, c.start_seq) OR s.ahead @> m.seq, FALSE)
 """
 
 
@@ -65,7 +68,10 @@ _IMPOSSIBLE = {
     """,
     "time runs backwards in a partition": """
         SELECT * FROM (
-            SELECT l.name, m.seq, m.created_at < lag(m.created_at) OVER (PARTITION BY l.id ORDER BY m.seq) AS back
+            SELECT
+                l.name,
+                m.seq,
+                m.created_at < lag(m.created_at) OVER (PARTITION BY l.id ORDER BY m.seq) AS back
             FROM queen.message_log AS m
             JOIN queen.lanes AS l ON l.id = m.lane_id JOIN queen.queues AS q ON q.id = l.queue_id
             WHERE q.name = %(queue)s
@@ -92,7 +98,11 @@ _IMPOSSIBLE = {
         FROM queen.partition_consumers AS p
         WHERE
             p.queue_name = %(queue)s
-            AND (p.held && p.ahead OR upper(p.held) - 1 > p.last_seq OR (p.lease_id IS NULL) <> isempty(p.held))
+            AND (
+                p.held && p.ahead
+                OR upper(p.held) - 1 > p.last_seq
+                OR (p.lease_id IS NULL) <> isempty(p.held)
+            )
     """,
     "failures are remembered of messages that are settled, or miscounted": """
         SELECT c.id, c.consumer_group, s.redelivering, r.seqs, s.cursor, s.ahead
@@ -100,7 +110,8 @@ _IMPOSSIBLE = {
         JOIN queen.queues AS q ON q.id = c.queue_id
         JOIN queen.consumer_states AS s ON s.consumer_id = c.id
         CROSS JOIN LATERAL (
-            SELECT coalesce(array_agg(x.seq), '{}') AS seqs FROM queen.redeliveries AS x WHERE x.consumer_id = c.id
+            SELECT coalesce(array_agg(x.seq), '{}') AS seqs
+            FROM queen.redeliveries AS x WHERE x.consumer_id = c.id
         ) AS r
         WHERE
             q.name = %(queue)s
@@ -154,12 +165,13 @@ def pass_time(sql: Sql, queue: str, seconds: float) -> None:
         step,
     )
     sql.execute(
-        f"UPDATE queen.lanes AS l SET floor_created_at = l.floor_created_at {past} {of_queue} AND l.queue_id = q.id",
+        f"UPDATE queen.lanes AS l SET floor_created_at = l.floor_created_at {past} {of_queue}"
+        " AND l.queue_id = q.id",
         step,
     )
     sql.execute(
-        f"UPDATE queen.consumer_states AS s SET retry_at = s.retry_at {past}, lease_expires_at = s.lease_expires_at"
-        f" {past} FROM queen.consumers AS c, queen.queues AS q"
+        f"UPDATE queen.consumer_states AS s SET retry_at = s.retry_at {past},"
+        f" lease_expires_at = s.lease_expires_at {past} FROM queen.consumers AS c, queen.queues AS q"
         " WHERE q.name = %(queue)s AND c.queue_id = q.id AND s.consumer_id = c.id",
         step,
     )
@@ -188,6 +200,14 @@ def drain(client: QueenClient, queue: str | None, group: str | None = None, **po
     return delivered
 
 
+@contextmanager
+def undone(client: QueenClient) -> Iterator[Any]:
+    """A transaction that is rolled back at its end."""
+    with client.transaction() as tx:
+        yield tx
+        raise psycopg.Rollback
+
+
 def eventually(condition: Callable[[], T], seconds: float = PATIENCE) -> T:
     """What the condition answers, as soon as it is true."""
     deadline = time.monotonic() + seconds
@@ -204,7 +224,7 @@ def is_waiting(sql: Sql, pid: int) -> bool:
 
 
 def together(*actions: Callable[[], T], seconds: float = 120.0) -> list[T]:
-    """Run actions at once, each in a thread that starts when all are there; their results, or the first error."""
+    """Run actions at once, each in a thread of its own; their results, or the first error."""
     barrier = threading.Barrier(len(actions))
 
     def start(action: Callable[[], T]) -> T:

@@ -124,7 +124,7 @@ def test_its_session_is_terminated(
     recover(queen, sql, source, target, point)
 
 
-@pytest.mark.parametrize("call", ["push", "settle", "first contact", "seek"])
+@pytest.mark.parametrize("call", ["push", "settle", "delete a group", "seek"])
 def test_a_session_is_terminated_in_the_middle_of_a_call(
     queen: QueenClient, sql: Sql, engine_dsn: str, queue: str, call: str
 ) -> None:
@@ -135,20 +135,23 @@ def test_a_session_is_terminated_in_the_middle_of_a_call(
     statement, parameters = {
         "push": ("SELECT * FROM queen.push(%s, ARRAY['3'])", [queue]),
         "settle": ("SELECT * FROM queen.ack(%s)", [held[0].lease_id]),
-        "first contact": ("SELECT * FROM queen.delete_consumer_group('g', %s)", [queue]),
+        "delete a group": ("SELECT * FROM queen.delete_consumer_group('g', %s)", [queue]),
         "seek": ("SELECT * FROM queen.seek(%s, 'g', 'beginning')", [queue]),
     }[call]
-    with psycopg.connect(engine_dsn, autocommit=True) as victim, ThreadPoolExecutor(1) as pool:
-        with queen.transaction() as tx:
-            if call == "push":
-                put(tx, queue, "in the way")
-            else:
-                tx.connection.execute(consumer, [held[0].lease_id])
-            future = pool.submit(victim.execute, statement, parameters)
-            eventually(lambda: is_waiting(sql, victim.info.backend_pid))
-            sql.execute("SELECT pg_terminate_backend(%s)", [victim.info.backend_pid])
-            with pytest.raises(psycopg.OperationalError):
-                future.result(20)
+    with (
+        psycopg.connect(engine_dsn, autocommit=True) as victim,
+        ThreadPoolExecutor(1) as pool,
+        queen.transaction() as tx,
+    ):
+        if call == "push":
+            put(tx, queue, "in the way")
+        else:
+            tx.connection.execute(consumer, [held[0].lease_id])
+        future = pool.submit(victim.execute, statement, parameters)
+        eventually(lambda: is_waiting(sql, victim.info.backend_pid))
+        sql.execute("SELECT pg_terminate_backend(%s)", [victim.info.backend_pid])
+        with pytest.raises(psycopg.OperationalError):
+            future.result(20)
     check(sql, queue)
     assert queen.ack(held).completed == 2
     assert payloads(drain(queen, queue, "g")) == ["in the way"] * (call == "push")
@@ -214,7 +217,7 @@ class TestServer:
     @pytest.mark.slow
     @pytest.mark.parametrize("how", ["a backend is killed", "the server is stopped at once"])
     def test_under_load(self, server: PostgresServer, dsn: str, how: str) -> None:
-        """Producers repeat what they do not know, consumers forward in one transaction: each message arrives once."""
+        """Producers repeat what they are not sure of, consumers forward in one transaction."""
         source, target = f"source, {how}", f"target, {how}"
         count, producers, consumers = 120, 3, 3
         over = threading.Event()
@@ -286,8 +289,8 @@ class TestServer:
     def kill_a_backend(self, dsn: str) -> None:
         with self.connect(dsn) as sql:
             row = sql.execute(
-                "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
-                " AND backend_type = 'client backend' LIMIT 1"
+                "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
+                " AND pid <> pg_backend_pid() AND backend_type = 'client backend' LIMIT 1"
             ).fetchone()
             assert row is not None
             os.kill(row[0], signal.SIGKILL)  # the postmaster then restarts the whole server

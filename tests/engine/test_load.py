@@ -73,7 +73,7 @@ class Ledger:
 
 
 class Hands:
-    """Clients for the threads of one test, one each: a shared one would open and close connections all the time."""
+    """Clients for the threads of a test, one each: a shared one would keep opening connections."""
 
     def __init__(self, dsn: str, queue: str, stack: ExitStack) -> None:
         self.dsn, self.queue, self.stack = dsn, queue, stack
@@ -148,7 +148,8 @@ def expire(client: QueenClient, messages: list[Any]) -> None:
                 [lease, lease],
             )
             tx.connection.execute(
-                "UPDATE queen.consumers SET ready_at = least(ready_at, clock_timestamp()) WHERE id = queen.lease_consumer(%s)",
+                "UPDATE queen.consumers SET ready_at = least(ready_at, clock_timestamp())"
+                " WHERE id = queen.lease_consumer(%s)",
                 [lease],
             )
 
@@ -161,7 +162,7 @@ def hands(quick_dsn: str, make_queue: MakeQueue) -> Iterator[Hands]:
 
 @pytest.mark.parametrize("partitions", [1, 4, 64])
 def test_eight_producers_and_eight_consumers(hands: Hands, sql: Sql, scale: float, partitions: int) -> None:
-    """Guarantees 1, 2, 3, 5, 6 and 7 under load. Producers commit late and roll back, consumers fail, give back and die."""
+    """Producers commit late, roll back and repeat themselves; consumers fail, give back and die."""
     ledger, done, total = hands.ledger, threading.Event(), [0]
     producers = [hands.client() for _ in range(8)]
     consumers = [hands.client() for _ in range(8)]
@@ -211,10 +212,10 @@ def test_eight_producers_and_eight_consumers(hands: Hands, sql: Sql, scale: floa
 def test_ten_thousand_pushes_to_a_partition_that_is_just_running_empty(
     quick_dsn: str, sql: Sql, make_queue: MakeQueue, scale: float
 ) -> None:
-    """Push, settle and the pop that finds the partition empty, at the same moment: the next message always arrives.
+    """Push, settle and the pop that finds the partition empty at the same moment: each message arrives.
 
-    The producer pushes as soon as the last message is popped, so that its push meets the settlement and then the
-    empty pops, one of which calls the partition drained.
+    The producer pushes as soon as the last message is popped, so that its push meets the settlement and then
+    the empty pops, one of which calls the partition drained.
     """
     pairs = 5
     rounds = int((10_000 if scale == 1 else 1_000) / pairs)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from psycopg.types.json import Jsonb
 
 from airflow_provider_queen.client import QueenClient
 from airflow_provider_queen.exceptions import EncryptionError, InvalidOptionError, QueueFullError
@@ -73,8 +75,6 @@ class TestConfigure:
     )
     def test_an_impossible_value_changes_nothing(self, sql: Sql, queue: str, option: str, value: Any) -> None:
         """By SQL: the client refuses most of these before."""
-        from psycopg.types.json import Jsonb
-
         before = sql.execute("SELECT q::text FROM queen.queues AS q WHERE name = %s", [queue]).fetchone()
         with pytest.raises(Exception) as caught:  # noqa: PT011
             sql.execute(
@@ -130,8 +130,8 @@ class TestRetries:
             queen.nack(message)
             assert queen.pop(queue) == []
             row = sql.execute(
-                "SELECT extract(epoch FROM p.retry_at - clock_timestamp())::float8 FROM queen.partition_consumers AS p"
-                " WHERE p.queue_name = %s",
+                "SELECT extract(epoch FROM p.retry_at - clock_timestamp())::float8"
+                " FROM queen.partition_consumers AS p WHERE p.queue_name = %s",
                 [queue],
             ).fetchone()
             assert row is not None
@@ -148,7 +148,9 @@ class TestRetries:
         put(queen, queue, 1)
         queen.nack(queen.pop(queue))
         sql.execute(
-            "UPDATE queen.redeliveries SET failures = 5000 WHERE failures = 1 AND consumer_id = (SELECT max(id) FROM queen.consumers)"
+            "UPDATE queen.redeliveries AS r SET failures = 5000 FROM queen.partition_consumers AS p"
+            " WHERE p.id = r.consumer_id AND p.queue_name = %s",
+            [queue],
         )
         pass_time(sql, queue, 301)
         (message,) = queen.pop(queue)
@@ -520,8 +522,6 @@ class TestPopArguments:
         assert row == [(2, 1)]
 
     def test_a_waiting_consumer_is_woken_by_a_push(self, queen: QueenClient, sql: Sql, queue: str) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
         put(queen, queue, 0)
         drain(queen, queue)
         drain(queen, queue)
@@ -545,7 +545,10 @@ class TestDeliveries:
         put(queen, queue, *range(6), partition="p")
         messages = queen.pop(queue, consumer_group="g", batch_size=4)
         queen.ack(messages[0])
-        rows = "SELECT partition_name, consumer_group, first_seq, last_seq, completed, failed, rejected, released, expired, attempt FROM queen.deliveries WHERE queue_name = %s ORDER BY id"
+        rows = (
+            "SELECT partition_name, consumer_group, first_seq, last_seq, completed, failed, rejected,"
+            " released, expired, attempt FROM queen.deliveries WHERE queue_name = %s ORDER BY id"
+        )
         assert sql.execute(rows, [queue]).fetchall() == []
         queen.settle(failed=messages[1], rejected=messages[2], released=messages[3])
         queen.pop(queue, consumer_group="g")

@@ -215,8 +215,8 @@ def test_in_steps_of_a_limit_with_a_history(queen: QueenClient, sql: Sql, make_q
         pending(sql, queue)
     assert steps == [{"retention": 4}, {"retention": 4}, {"retention": 2}]
     history = sql.execute(
-        "SELECT partition_name, retention_type, messages_deleted, first_seq, last_seq FROM queen.retention_history"
-        " WHERE queue_name = %s ORDER BY id",
+        "SELECT partition_name, retention_type, messages_deleted, first_seq, last_seq"
+        " FROM queen.retention_history WHERE queue_name = %s ORDER BY id",
         [queue],
     ).fetchall()
     assert history == [

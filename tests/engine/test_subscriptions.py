@@ -1,4 +1,4 @@
-"""Where a group begins to read: modes, their records, namespaces and tasks, seek. Seed 004's cases and beyond."""
+"""Where a group begins to read: modes, their records, namespaces and tasks, seek."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def now(sql: Sql) -> dt.datetime:
 
 def records(sql: Sql, group: str) -> list[Any]:
     return sql.execute(
-        "SELECT queue_name, partition_name, namespace, task, subscription_mode FROM queen.consumer_groups_metadata"
-        " WHERE consumer_group = %s ORDER BY created_at",
+        "SELECT queue_name, partition_name, namespace, task, subscription_mode"
+        " FROM queen.consumer_groups_metadata WHERE consumer_group = %s ORDER BY created_at",
         [group],
     ).fetchall()
 
@@ -170,7 +170,7 @@ class TestWhatComesLater:
     def test_a_new_group_misses_nothing_of_a_partition_created_later(
         self, queen: QueenClient, queue: str
     ) -> None:
-        """The bug that seed 004 is about."""
+        """The public Queen used the time of the first pop of each partition instead."""
         put(queen, queue, "M1", partition="p1")
         queen.pop(queue, consumer_group="g", subscription_mode="new")
         put(queen, queue, "M2", "M3", partition="p2")

@@ -13,6 +13,7 @@ from airflow.sdk import DAG, TaskInstanceState
 from airflow_provider_queen.exceptions import InvalidOptionError, QueueNotFoundError
 from airflow_provider_queen.hooks.queen import QueenHook
 from airflow_provider_queen.notifications.queen import QueenNotifier
+from tests.airflow_tasks import Figures
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_by_default_it_says_what_happened_and_not_what_the_error_said(alerts: Qu
 
 
 @pytest.mark.postgres
-def test_it_is_templated(alerts: QueenHook) -> None:
+def test_it_is_templated(alerts: QueenHook, figures: Figures) -> None:
     notifier = QueenNotifier(
         queue_name="{{ 'alerts' }}",
         payload={"text": "{{ ti.task_id }} failed"},
@@ -77,6 +78,7 @@ def test_it_is_templated(alerts: QueenHook) -> None:
     notifier(context())
     (message,) = alerts.pop("alerts")
     assert message.payload == {"text": "work failed"}
+    assert figures.sent == {"queen.pushed": 1, "queen.duplicates": 1}
     assert (message.partition, message.transaction_id, message.priority) == ("shop", "r1-work", 9)
 
 
