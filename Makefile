@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 # Extra arguments for pytest, for example: make test TESTS="tests/test_java.py -x"
 TESTS ?=
 
-.PHONY: help install lint format test demo ui build constraints clean
+.PHONY: help install lint format test demo ui bench-queue bench-spark build constraints clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -52,6 +52,12 @@ demo: $(STAMP) ## Push, sense, pop and acknowledge in one run, print what happen
 
 ui: $(STAMP) ## The same, with Airflow's UI left running until Ctrl-C
 	$(PY) -m airflow_provider_queen.demo --ui
+
+bench-queue: $(STAMP) ## Measure push, pop and acknowledge, each beside a limit of the same run (10 minutes)
+	$(PY) benchmarks/bench_queue.py
+
+bench-spark: $(STAMP) ## Measure Spark's reading, writing, retention and metrics beside plain SQL (10 minutes)
+	$(PY) benchmarks/bench_spark.py
 
 build: $(STAMP) ## Build the wheel and the source archive into dist/
 	rm -rf dist

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work(connection: ConnectionInfo, say: Say) -> Summary:
         # Fail in a second rather than after Spark has started.
         with connection.connect() as database:
-            check_queue(database, arguments.queue_name or "")
+            check_queue(database, arguments.queue_name)
         say(f"connected to {connection.target}")
         return measure(connection, arguments, say)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from airflow.sdk import Connection as SdkConnection
 
 _PAGE = 100
+_PIECE = 1024  # characters: at most 4096 bytes, which POSIX keeps together
 
 
 class CommandHook(QueenHook):
@@ -202,7 +203,7 @@ def migrate(args: Namespace, hook: CommandHook) -> None:
         if args.output == "json":
             _print_json({"sql": sql})
         else:
-            sys.stdout.write(sql)
+            _write(sql)
         return
     report = asdict(hook.migrate(args.target))
     if args.output == "table":
@@ -284,7 +285,7 @@ def _print_messages(messages: Sequence[StoredMessage], args: Namespace, lines: b
     rows = [_shown(message) for message in messages]
     if lines and args.output == "json":
         for row in rows:
-            sys.stdout.write(f"{_json(row)}\n")
+            _write(f"{_json(row)}\n")
     else:
         _print_rows(rows, args, "There is no message")
     sys.stdout.flush()
@@ -306,7 +307,7 @@ def _print_one(row: Mapping[str, Any], args: Namespace) -> None:
 
 def _print_table(rows: Sequence[Mapping[str, Any]], if_none: str) -> None:
     if not rows:
-        sys.stdout.write(f"{if_none}\n")
+        _write(f"{if_none}\n")
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in rows[0]:
@@ -315,7 +316,9 @@ def _print_table(rows: Sequence[Mapping[str, Any]], if_none: str) -> None:
         table.add_row(*map(_cell, row.values()))
     terminal = sys.stdout.isatty()
     console = Console(file=sys.stdout, width=None if terminal else 240, markup=False, highlight=False)
-    console.print(table)
+    with console.capture() as printed:
+        console.print(table)
+    _write(printed.get())
 
 
 def _cell(value: Any) -> str:
@@ -328,8 +331,18 @@ def _cell(value: Any) -> str:
     return _json(value) if isinstance(value, dict | list) else str(value)
 
 
+def _write(text: str) -> None:
+    """To standard output, in pieces that a pipe takes whole or refuses.
+
+    Of a long text Python may drop the rest without an error when it runs unbuffered and the reader goes away;
+    and pop acknowledges what it has printed.
+    """
+    for begin in range(0, len(text), _PIECE):
+        sys.stdout.write(text[begin : begin + _PIECE])
+
+
 def _print_json(value: Any) -> None:
-    sys.stdout.write(f"{_json(value)}\n")
+    _write(f"{_json(value)}\n")
 
 
 def _json(value: Any) -> str:

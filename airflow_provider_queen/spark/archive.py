@@ -119,13 +119,13 @@ class Archive:
     """The folder of the archive. Pickled into Spark's tasks, so it holds nothing but its location."""
 
     def __init__(self, location: str) -> None:
-        self.location = location
+        # Executors have working directories of their own.
+        self.location = location if "://" in location else os.path.abspath(location)
 
     def open(self) -> tuple[Any, str]:
         """The file system, and the path of the archive in it."""
-        location = self.location if "://" in self.location else os.path.abspath(self.location)
         try:
-            filesystem, root = fs.FileSystem.from_uri(location)
+            filesystem, root = fs.FileSystem.from_uri(self.location)
         except (pa.ArrowInvalid, OSError) as error:
             raise InvalidOptionError(f"no archive can be kept at {self.location!r}: {error}") from None
         return filesystem, root.rstrip("/")
@@ -209,8 +209,9 @@ class Archive:
         _to_disk(filesystem, f"{root}/{MANIFESTS}")
 
     def paths(self, files: Sequence[ArchivedFile]) -> list[str]:
-        """Where files are, for a Parquet reader."""
-        return [f"{self.location.rstrip('/')}/{file.path}" for file in files]
+        """Where files are, for Spark, which takes a path without a scheme for one of its default file system."""
+        base = self.location if "://" in self.location else f"file://{self.location}"
+        return [f"{base.rstrip('/')}/{file.path}" for file in files]
 
 
 class _Files:

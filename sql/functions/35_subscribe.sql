@@ -60,6 +60,38 @@ BEGIN
 END
 $$;
 
+-- Remembers which message priorities a group has to look for. One probe for each of the ten.
+CREATE OR REPLACE FUNCTION queen.note_priorities(consumer_group text, queue_id integer)
+RETURNS void
+LANGUAGE sql VOLATILE
+SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = OFF
+AS $$
+    UPDATE queen.queue_groups AS g
+    SET priorities = found.priorities
+    FROM (
+        SELECT ARRAY(
+            SELECT p.priority::smallint
+            FROM generate_series(9, 0, -1) AS p (priority)
+            WHERE
+                EXISTS (
+                    SELECT 1 FROM queen.consumers AS c
+                    WHERE
+                        c.queue_id = note_priorities.queue_id AND c.consumer_group = note_priorities.consumer_group
+                        AND c.priority = p.priority AND c.ready_at IS NOT NULL
+                )
+                OR p.priority = ANY (
+                    SELECT unnest(k.priorities) FROM queen.queue_groups AS k
+                    WHERE k.queue_id = note_priorities.queue_id AND k.consumer_group = note_priorities.consumer_group
+                )
+            ORDER BY p.priority DESC
+        ) AS priorities
+    ) AS found
+    WHERE
+        g.queue_id = note_priorities.queue_id AND g.consumer_group = note_priorities.consumer_group
+        AND g.priorities <> found.priorities;
+$$;
+
 -- Records the group's first contact with a scope and gives it a row in consumers for each lane it does not know yet.
 --
 -- Nobody waits for anybody's open transaction here:
@@ -137,9 +169,11 @@ BEGIN
     FOREACH qid IN ARRAY discover.queue_ids LOOP
         SELECT q.* INTO queue FROM queen.queues AS q WHERE q.id = qid;
         CONTINUE WHEN NOT FOUND;
-        INSERT INTO queen.queue_groups (queue_id, consumer_group)
-        VALUES (qid, discover.consumer_group)
-        ON CONFLICT DO NOTHING;
+        INSERT INTO queen.queue_groups AS g (queue_id, consumer_group, is_subscribed)
+        VALUES (qid, discover.consumer_group, discover.queue_name IS NOT NULL AND discover.partition IS NULL)
+        ON CONFLICT (queue_id, consumer_group) DO UPDATE
+            SET is_subscribed = TRUE
+            WHERE excluded.is_subscribed AND NOT g.is_subscribed;
         SELECT g.* INTO known FROM queen.queue_groups AS g
         WHERE g.queue_id = queue.id AND g.consumer_group = discover.consumer_group;
         IF known.discovered_xid > pg_snapshot_xmax(pg_current_snapshot()) THEN
@@ -190,6 +224,7 @@ BEGIN
             FOR SHARE OF l SKIP LOCKED
         ) AS f
         ON CONFLICT (lane_id, consumer_group) DO NOTHING;
+        PERFORM queen.note_priorities(discover.consumer_group, queue.id);
         IF
             discover.partition IS NULL AND known.discovered_xid < ended_xid
             AND NOT EXISTS (

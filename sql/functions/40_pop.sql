@@ -276,6 +276,20 @@ BEGIN
 END
 $$;
 
+-- Whether a group has a row for every lane of a queue, as far as anybody can see.
+CREATE OR REPLACE FUNCTION queen.knows_lanes(known queen.queue_groups)
+RETURNS boolean
+LANGUAGE sql STABLE
+AS $$
+    SELECT
+        known.discovered_xid IS NOT NULL
+        AND known.discovered_xid <= pg_snapshot_xmax(pg_current_snapshot()) -- of another cluster, after a restore: no
+        AND NOT EXISTS (
+            SELECT 1 FROM queen.lanes AS l
+            WHERE l.queue_id = known.queue_id AND l.created_xid >= known.discovered_xid
+        );
+$$;
+
 -- Leases the next messages of up to max_partitions ready lanes, batch_size in all, and returns them in order.
 --
 -- A lane is claimed by its row in consumers, FOR UPDATE SKIP LOCKED; what it has is read by later statements, whose
@@ -320,7 +334,10 @@ DECLARE
     evict_rows CONSTANT integer := 10000;
     reader CONSTANT text := coalesce(pop.consumer_group, '__QUEUE_MODE__');
     queue_ids integer[];
+    ranks smallint[];
     is_known boolean;
+    claim_queues integer[];
+    claim_ranks smallint[];
     wanted integer := pop.max_partitions;
     claim_size integer := pop.max_partitions;
     budget bigint := pop.batch_size;
@@ -337,16 +354,16 @@ DECLARE
     parked_until timestamptz[];
     done_with bigint[] := '{}'; -- not to be claimed again by this call
     -- What is leased, an element a lane.
-    new_states queen.consumer_states[] := '{}';
-    lane_ids bigint[] := '{}';
-    queue_names text[] := '{}';
-    lane_names text[] := '{}';
-    from_seqs bigint[] := '{}';
-    last_seqs bigint[] := '{}';
-    skips int8multirange[] := '{}';
-    lease_ids uuid[] := '{}';
-    expiries timestamptz[] := '{}';
-    retried bigint[] := '{}'; -- the consumer, where a message of its lease comes again
+    new_states queen.consumer_states[];
+    lane_ids bigint[];
+    queue_names text[];
+    lane_names text[];
+    from_seqs bigint[];
+    last_seqs bigint[];
+    skips int8multirange[];
+    lease_ids uuid[];
+    expiries timestamptz[];
+    retried bigint[]; -- the consumer, where a message of its lease comes again
     new_state queen.consumer_states;
     span int8multirange;
 BEGIN
@@ -367,90 +384,130 @@ BEGIN
     ELSIF (pop.subscription_mode = 'timestamp') <> (pop.subscription_from IS NOT NULL) THEN
         PERFORM queen.raise_invalid('subscription_from goes with the subscription mode timestamp, and that needs it');
     END IF;
-    PERFORM queen.check_name('consumer group', reader);
-
-    IF pop.queue_name IS NOT NULL THEN
-        SELECT ARRAY[q.id] INTO queue_ids FROM queen.queues AS q WHERE q.name = pop.queue_name;
-        IF NOT FOUND THEN
-            PERFORM queen.raise_unknown_queue(pop.queue_name);
-        END IF;
-    ELSE
-        SELECT coalesce(array_agg(q.id ORDER BY q.priority DESC, q.name), '{}') INTO queue_ids
-        FROM queen.queues AS q
-        WHERE
-            (pop.namespace IS NULL OR q.namespace = pop.namespace)
-            AND (pop.task IS NULL OR q.task = pop.task);
+    IF length(reader) NOT BETWEEN 1 AND 255 OR length(pop.partition) NOT BETWEEN 1 AND 255 THEN
+        PERFORM queen.check_name('consumer group', reader);
+        PERFORM queen.check_name('partition name', pop.partition);
     END IF;
 
-    -- Has this group been here, and does it know every lane?
-    IF pop.partition IS NULL THEN
+    -- The queues, and whether the group has been here before and knows every lane of theirs.
+    IF pop.queue_name IS NULL THEN
         SELECT
+            coalesce(array_agg(q.id ORDER BY q.priority DESC, q.name), '{}'),
             EXISTS (
                 SELECT 1 FROM queen.consumer_groups_metadata AS s
                 WHERE
                     s.consumer_group = reader
-                    AND coalesce(s.queue_name, '') = coalesce(pop.queue_name, '')
+                    AND coalesce(s.queue_name, '') = ''
                     AND coalesce(s.partition_name, '') = ''
                     AND coalesce(s.namespace, '') = coalesce(pop.namespace, '')
                     AND coalesce(s.task, '') = coalesce(pop.task, '')
-            )
-            AND NOT EXISTS (
-                SELECT 1
-                FROM unnest(queue_ids) AS x (id)
-                LEFT JOIN LATERAL (
-                    SELECT g.discovered_xid FROM queen.queue_groups AS g
-                    WHERE g.queue_id = x.id AND g.consumer_group = reader
-                ) AS g ON TRUE
-                WHERE
-                    g.discovered_xid IS NULL
-                    OR EXISTS (
-                        SELECT 1 FROM queen.lanes AS l
-                        WHERE l.queue_id = x.id AND l.created_xid >= g.discovered_xid
-                    )
-                    OR g.discovered_xid > pg_snapshot_xmax(pg_current_snapshot()) -- of another cluster: see discover
-            )
-        INTO is_known;
+            ) AND coalesce(bool_and(queen.knows_lanes(x.known)), TRUE)
+        INTO queue_ids, is_known
+        FROM queen.queues AS q
+        LEFT JOIN LATERAL (
+            SELECT r AS known FROM queen.queue_groups AS r
+            WHERE r.queue_id = q.id AND r.consumer_group = reader LIMIT 1
+        ) AS x ON TRUE
+        WHERE
+            (pop.namespace IS NULL OR q.namespace = pop.namespace)
+            AND (pop.task IS NULL OR q.task = pop.task);
     ELSE
-        PERFORM queen.check_name('partition name', pop.partition);
         SELECT
-            EXISTS (
-                SELECT 1 FROM queen.consumer_groups_metadata AS s
-                WHERE
-                    s.consumer_group = reader
-                    AND coalesce(s.queue_name, '') = pop.queue_name
-                    AND coalesce(s.partition_name, '') = pop.partition
-                    AND coalesce(s.namespace, '') = ''
-                    AND coalesce(s.task, '') = ''
-            )
-            AND NOT EXISTS (
-                SELECT 1 FROM queen.lanes AS l
-                WHERE
-                    l.queue_id = queue_ids[1] AND l.name = pop.partition
-                    AND NOT EXISTS (
-                        SELECT 1 FROM queen.consumers AS c WHERE c.lane_id = l.id AND c.consumer_group = reader
-                    )
-            )
-        INTO is_known;
+            ARRAY[q.id],
+            g.priorities,
+            CASE
+                -- As queen.knows_lanes, without the price of a call.
+                WHEN pop.partition IS NULL
+                    THEN
+                        g.is_subscribed
+                        AND g.discovered_xid <= pg_snapshot_xmax(pg_current_snapshot())
+                        AND NOT EXISTS (
+                            SELECT 1 FROM queen.lanes AS l
+                            WHERE l.queue_id = q.id AND l.created_xid >= g.discovered_xid
+                        )
+                ELSE EXISTS (
+                    SELECT 1 FROM queen.consumer_groups_metadata AS s
+                    WHERE
+                        s.consumer_group = reader
+                        AND coalesce(s.queue_name, '') = pop.queue_name
+                        AND coalesce(s.partition_name, '') = pop.partition
+                        AND coalesce(s.namespace, '') = ''
+                        AND coalesce(s.task, '') = ''
+                )
+                AND NOT EXISTS (
+                    SELECT 1 FROM queen.lanes AS l
+                    WHERE
+                        l.queue_id = q.id AND l.name = pop.partition
+                        AND NOT EXISTS (
+                            SELECT 1 FROM queen.consumers AS c WHERE c.lane_id = l.id AND c.consumer_group = reader
+                        )
+                )
+            END,
+            first.claimed
+        INTO queue_ids, ranks, is_known, claimed
+        FROM queen.queues AS q
+        LEFT JOIN LATERAL (
+            SELECT r.priorities, r.discovered_xid, r.is_subscribed FROM queen.queue_groups AS r
+            WHERE r.queue_id = q.id AND r.consumer_group = reader LIMIT 1
+        ) AS g ON TRUE
+        -- The first claim of the loop below: with it, a pop of an idle queue is one statement.
+        LEFT JOIN LATERAL (
+            SELECT array_agg(k.id) AS claimed
+            FROM (
+                SELECT c.id
+                FROM unnest(g.priorities) AS o (priority)
+                CROSS JOIN LATERAL (
+                    SELECT r.id
+                    FROM queen.consumers AS r
+                    WHERE
+                        r.queue_id = q.id AND r.consumer_group = reader AND r.priority = o.priority
+                        AND r.ready_at <= now_at AND pop.partition IS NULL
+                    ORDER BY r.ready_at
+                    LIMIT wanted
+                    FOR UPDATE SKIP LOCKED
+                ) AS c
+                LIMIT wanted
+            ) AS k
+        ) AS first ON TRUE
+        WHERE q.name = pop.queue_name;
+        IF NOT FOUND THEN
+            PERFORM queen.raise_unknown_queue(pop.queue_name);
+        END IF;
     END IF;
-    IF NOT is_known THEN
+    IF is_known IS NOT TRUE THEN
         PERFORM queen.discover(
             reader, queue_ids, pop.queue_name, pop.partition, pop.namespace, pop.task, pop.subscription_mode,
             pop.subscription_from, now_at
         );
+        ranks := NULL;
+        claimed := NULL;
+    ELSIF pop.queue_name IS NOT NULL AND pop.partition IS NULL AND claimed IS NULL THEN
+        RETURN;
+    END IF;
+    -- Where to look: queues by their priority, and in each the message priorities that there are.
+    IF ranks IS NOT NULL THEN
+        claim_queues := array_fill(queue_ids[1], ARRAY[cardinality(ranks)]);
+        claim_ranks := ranks;
+    ELSE
+        SELECT array_agg(x.id ORDER BY x.position, p.rank DESC), array_agg(p.rank ORDER BY x.position, p.rank DESC)
+        INTO claim_queues, claim_ranks
+        FROM unnest(queue_ids) WITH ORDINALITY AS x (id, position)
+        CROSS JOIN LATERAL (
+            SELECT g.priorities FROM queen.queue_groups AS g
+            WHERE g.queue_id = x.id AND g.consumer_group = reader LIMIT 1
+        ) AS g
+        CROSS JOIN LATERAL unnest(g.priorities) AS p (rank);
     END IF;
 
     WHILE wanted > 0 AND budget > 0 LOOP
         -- Claim: queues by their priority, messages by theirs, then the lane that has waited longest.
-        IF pop.partition IS NULL THEN
+        IF claimed IS NOT NULL THEN
+            NULL; -- by the first statement
+        ELSIF pop.partition IS NULL THEN
             SELECT array_agg(k.id) INTO claimed
             FROM (
                 SELECT c.id
-                FROM (
-                    SELECT x.id AS queue_id, p.priority::smallint AS priority
-                    FROM unnest(queue_ids) WITH ORDINALITY AS x (id, position)
-                    CROSS JOIN generate_series(0, 9) AS p (priority)
-                    ORDER BY x.position, p.priority DESC
-                ) AS o
+                FROM unnest(claim_queues, claim_ranks) AS o (queue_id, priority)
                 CROSS JOIN LATERAL (
                     SELECT r.id
                     FROM queen.consumers AS r
@@ -602,7 +659,7 @@ BEGIN
                 lane_names := lane_names || lane.name;
                 from_seqs := from_seqs || from_seq;
                 last_seqs := last_seqs || end_seq;
-                skips := skips || new_state.ahead;
+                skips := array_append(skips, new_state.ahead);
                 new_state.gen := new_state.gen + 1;
                 new_state.cursor := from_seq;
                 new_state.retry_at := NULL;
@@ -635,14 +692,15 @@ BEGIN
                     new_state.lease_expires_at := now_at
                         + make_interval(secs => coalesce(pop.lease_seconds, lane.lease_time));
                 END IF;
-                new_states := new_states || new_state;
-                lease_ids := lease_ids || new_state.lease_id;
-                expiries := expiries || new_state.lease_expires_at;
-                retried := retried || CASE WHEN new_state.attempt > 1 THEN lane.id END;
+                new_states := array_append(new_states, new_state);
+                lease_ids := array_append(lease_ids, new_state.lease_id);
+                expiries := array_append(expiries, new_state.lease_expires_at);
+                retried := array_append(retried, CASE WHEN new_state.attempt > 1 THEN lane.id END);
             END LOOP;
             again := again[cardinality(claimed) + 1:];
             claimed := again;
         END LOOP;
+        claimed := NULL;
 
         -- Many lanes that looked ready and are not (a new group on many empty partitions): fewer and larger rounds.
         claim_size := least(claim_size * 2, 1000);
@@ -656,7 +714,7 @@ BEGIN
         END IF;
     END LOOP;
 
-    IF cardinality(new_states) = 0 THEN
+    IF new_states IS NULL THEN
         RETURN;
     END IF;
     IF pop.auto_ack THEN
@@ -682,12 +740,11 @@ BEGIN
         pop.partition IS NULL
         AND EXISTS (
             SELECT 1
-            FROM unnest(queue_ids) AS x (id)
-            CROSS JOIN generate_series(0, 9) AS p (priority)
+            FROM unnest(claim_queues, claim_ranks) AS o (queue_id, priority)
             CROSS JOIN LATERAL (
                 SELECT r.id FROM queen.consumers AS r
                 WHERE
-                    r.queue_id = x.id AND r.consumer_group = reader AND r.priority = p.priority
+                    r.queue_id = o.queue_id AND r.consumer_group = reader AND r.priority = o.priority
                     AND r.ready_at <= now_at AND r.id <> ALL (done_with)
                 LIMIT 1
             ) AS other

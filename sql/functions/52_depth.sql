@@ -101,7 +101,8 @@ AS $$
 $$;
 
 -- Pending (in flight included), in flight, dead letters that were not requeued, and the age of the oldest pending
--- message, of one group over a queue, or over all queues of a namespace and/or task. Exact: one statement, one snapshot.
+-- message, of one group over a queue, or over all queues of a namespace and/or task. Exact: one statement, one
+-- snapshot.
 CREATE OR REPLACE FUNCTION queen.depth(
     queue_name text DEFAULT NULL, consumer_group text DEFAULT NULL, namespace text DEFAULT NULL, task text DEFAULT NULL
 )

@@ -52,6 +52,9 @@ BEGIN
     ) AS l
     INNER JOIN queen.lanes AS f ON f.id = l.id
     ON CONFLICT (lane_id, consumer_group) DO NOTHING;
+    INSERT INTO queen.queue_groups (queue_id, consumer_group) VALUES (queue.id, meet_lanes.consumer_group)
+    ON CONFLICT DO NOTHING;
+    PERFORM queen.note_priorities(meet_lanes.consumer_group, queue.id);
 END
 $$;
 

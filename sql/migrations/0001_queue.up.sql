@@ -121,6 +121,8 @@ CREATE TABLE queen.queue_groups (
     consumer_group text NOT NULL,
     discovered_xid xid8 NOT NULL DEFAULT '0',
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    is_subscribed boolean NOT NULL DEFAULT FALSE, -- to the whole queue, by a record of its own
+    priorities smallint[] NOT NULL DEFAULT '{}', -- of the lanes it has met, highest first: where a pop looks
     PRIMARY KEY (queue_id, consumer_group)
 );
 CREATE INDEX queue_groups_group ON queen.queue_groups (consumer_group);

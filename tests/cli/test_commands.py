@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import threading
 import uuid
 from argparse import ArgumentParser
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -112,6 +113,20 @@ def test_what_was_not_printed_is_given_back(
     with pytest.raises(OSError, match="disk full"):
         run("pop", "orders")
     assert (orders.depth("orders").pending, orders.depth("orders").in_flight) == (1, 0)
+
+
+def test_what_nobody_reads_is_given_back(
+    run: Run, orders: QueenHook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unbuffered, as Python runs in many containers, where a short write to a pipe raises nothing."""
+    orders.push("orders", [{"payload": "x" * 1000} for _ in range(1000)])
+    reader, writer = os.pipe()
+    raw = io.FileIO(writer, "w")
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(cast(Any, raw), write_through=True))
+    # The pipe takes 64 KiB; then the reader goes away.
+    threading.Timer(0.5, os.close, [reader]).start()
+    assert run("pop", "orders", "-n", "1000", "-o", "json").code == 1
+    assert (orders.depth("orders").pending, orders.depth("orders").in_flight) == (1000, 0)
 
 
 def test_tail_consumes_nothing(run: Run, orders: QueenHook) -> None:

@@ -536,8 +536,9 @@ class Model:
         lease = reader.lease
         assert lease is not None
         dropped_before = reader.dropped
-        exhausted = self._fail(reader, settling.failed, error)
-        retried = settling.failed - set(exhausted)
+        failed = {seq for seq in settling.failed if seq > reader.lane.floor}  # of a lease that ran out, some may be gone
+        exhausted = self._fail(reader, failed, error)
+        retried = failed - set(exhausted)
         if retried:
             delay = self.queues[reader.lane.key.queue].retry_delay / 1000
             tried = max(reader.failures[seq] for seq in retried)

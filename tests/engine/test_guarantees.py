@@ -1,8 +1,9 @@
-"""The contract's guarantees, one after the other; for the tenth see test_crashes.py, for load test_load.py."""
+"""The contract's guarantees, one after the other. The tenth is in test_crashes.py, load in test_load.py."""
 
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -100,6 +101,29 @@ class TestNothingIsSkipped:
         assert [r.seq for r in put(queen, queue, "first")] == [1]
         assert pending(sql, queue) == 1
         assert payloads(drain(queen, queue)) == ["first"]
+
+    def test_a_consumer_that_stays_in_its_transaction_stops_no_producer(
+        self, queen: QueenClient, sql: Sql, queue: str
+    ) -> None:
+        put(queen, queue, 1)
+        drain(queen, queue)
+        with queen.transaction() as tx:
+            assert tx.pop(queue) == []
+            put(queen, queue, 2)
+            assert pending(sql, queue) == 1
+        assert payloads(drain(queen, queue)) == [2]
+
+    def test_a_push_to_more_partitions_than_it_can_lock_one_by_one(
+        self, queen: QueenClient, sql: Sql, queue: str
+    ) -> None:
+        for value in (1, 2):
+            results = queen.push(queue, [{"payload": value, "partition": f"p{n}"} for n in range(1100)])
+            assert {r.seq for r in results} == {value}
+            assert pending(sql, queue) == 1100
+            delivered = []
+            while messages := queen.pop(queue, batch_size=2000, max_partitions=2000, auto_ack=True):
+                delivered += messages
+            assert len({m.partition for m in delivered}) == len(delivered) == 1100
 
     def test_producers_commit_in_any_order(self, queen: QueenClient, queue: str) -> None:
         """Ten transactions begin one after the other and end in another order."""
@@ -337,6 +361,29 @@ class TestIdempotentPush:
         assert again[1].message_id == again[2].message_id
         assert pending(sql, queue) == 3
         assert payloads(drain(queen, queue)) == [1, 3, 5]
+
+    def test_messages_with_and_without_an_id_in_one_batch(self, sql: Sql, queue: str) -> None:
+        push = "SELECT status, seq FROM queen.push(%s, ARRAY['1','2','3','4'], transaction_ids => %s)"
+        ids = [None, "a", None, "a"]
+        queued, duplicate = ("queued", 1), ("duplicate", 2)
+        assert sql.execute(push, [queue, ids]).fetchall() == [queued, ("queued", 2), ("queued", 3), duplicate]
+        assert sql.execute(push, [queue, ids]).fetchall() == [
+            ("queued", 4),
+            duplicate,
+            ("queued", 5),
+            duplicate,
+        ]
+        assert pending(sql, queue) == 5
+
+    def test_an_id_that_looks_like_one_of_ours(self, queen: QueenClient, sql: Sql, queue: str) -> None:
+        """A message without a transaction id is given one; somebody else may have used that very text."""
+        push = "SELECT status, seq, message_id::text FROM queen.push(%s, ARRAY['1'])"
+        (first,) = sql.execute(push, [queue]).fetchall()
+        number = int(first[2].replace("-", ""), 16)
+        coming = [str(uuid.UUID(int=number + n)) for n in range(1, 5)]
+        queen.push(queue, [{"payload": 2, "transaction_id": text} for text in coming])
+        assert [row[:2] for row in sql.execute(push, [queue]).fetchall()] == [("queued", 6)]
+        assert pending(sql, queue) == 6
 
     def test_another_partition_is_another_matter(self, queen: QueenClient, queue: str) -> None:
         results = queen.push(

@@ -376,7 +376,8 @@ class TestDeletion:
             assert pending(sql, queue, "g") == 3
         left = sql.execute(
             "SELECT count(*) FROM queen.consumers AS c WHERE NOT EXISTS"
-            " (SELECT 1 FROM queen.queue_groups AS g WHERE g.queue_id = c.queue_id AND g.consumer_group = c.consumer_group)"
+            " (SELECT 1 FROM queen.queue_groups AS g"
+            " WHERE g.queue_id = c.queue_id AND g.consumer_group = c.consumer_group)"
         ).fetchone()
         assert left == (0,)
 

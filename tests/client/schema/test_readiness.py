@@ -83,9 +83,7 @@ def test_a_server_that_only_reads_is_refused(postgres_dsn: str) -> None:
         preflight(make_conninfo(postgres_dsn, options="-c default_transaction_read_only=on"))
 
 
-def test_a_version_of_the_future_is_refused(
-    connection: psycopg.Connection[Any], postgres_dsn: str
-) -> None:
+def test_a_version_of_the_future_is_refused(connection: psycopg.Connection[Any], postgres_dsn: str) -> None:
     stamp(postgres_dsn, "head")
     connection.execute("UPDATE queen.alembic_version SET version_num = '9999_tomorrow'")
     with pytest.raises(SchemaVersionError, match="9999_tomorrow, newer than this package"):
