@@ -209,7 +209,7 @@ class Archive:
         _to_disk(filesystem, f"{root}/{MANIFESTS}")
 
     def paths(self, files: Sequence[ArchivedFile]) -> list[str]:
-        """Where files are, for Spark, which takes a path without a scheme for one of its default file system."""
+        """Where files are, for Spark: to it a path without a scheme is one of its default file system."""
         base = self.location if "://" in self.location else f"file://{self.location}"
         return [f"{base.rstrip('/')}/{file.path}" for file in files]
 

@@ -363,6 +363,8 @@ DECLARE
     skips int8multirange[];
     lease_ids uuid[];
     expiries timestamptz[];
+    forget_ids bigint[];
+    forget int8multirange[];
     retried bigint[]; -- the consumer, where a message of its lease comes again
     new_state queen.consumer_states;
     span int8multirange;
@@ -677,8 +679,13 @@ BEGIN
                 END IF;
                 IF pop.auto_ack THEN
                     IF new_state.redelivering > 0 THEN
-                        new_state.redelivering := new_state.redelivering
-                            - queen.forget_failures(new_state.consumer_id, span);
+                        -- Deleted at the very end: the attempts are still to be read.
+                        new_state.redelivering := new_state.redelivering - (
+                            SELECT count(*) FROM queen.redeliveries AS r
+                            WHERE r.consumer_id = new_state.consumer_id AND span @> r.seq
+                        );
+                        forget := array_append(forget, span);
+                        forget_ids := forget_ids || lane.id;
                     END IF;
                     new_state.completed := take;
                     new_state.total_completed := new_state.total_completed + take;
@@ -788,6 +795,9 @@ BEGIN
         WHERE r.lane_id = x.lane_id AND r.seq > x.from_seq AND r.seq <= x.last_seq AND NOT x.skip @> r.seq
         ORDER BY r.seq
     ) AS m;
+    IF forget_ids IS NOT NULL THEN
+        PERFORM queen.forget_failures(f.id, f.seqs) FROM unnest(forget_ids, forget) AS f (id, seqs);
+    END IF;
 END
 $$;
 
