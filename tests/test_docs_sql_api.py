@@ -18,7 +18,9 @@ pytestmark = pytest.mark.postgres
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "sql-api.md").read_text()
 EXAMPLES = re.findall(r"^```psql\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-SIGNATURES = re.findall(r"^```sql\nqueen\.(\w+)\((.*?)\)\s+RETURNS (.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
+SIGNATURES = re.findall(
+    r"^```sql\nqueen\.(\w+)\((.*?)\)\s+RETURNS (.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL
+)
 TABLES = re.findall(r"^\| `queen\.(\w+)` \| .* \| (.*) \|$", PAGE, re.MULTILINE)
 
 # Of the page only: what differs from run to run. Widths stay, so that tables stay aligned.
@@ -45,14 +47,22 @@ def run_psql(psql: Path, dsn: str, typed: list[str]) -> list[str]:
     """One session; what it prints after each of the statements, errors included."""
     parts = conninfo_to_dict(dsn)
     environment = os.environ | {
-        "PGHOST": str(parts["host"]), "PGPORT": str(parts["port"]), "PGUSER": str(parts["user"]),
-        "PGPASSWORD": str(parts["password"]), "PGDATABASE": str(parts["dbname"]), "PGOPTIONS": "-c timezone=UTC",
-    }  # fmt: skip
+        "PGHOST": str(parts["host"]),
+        "PGPORT": str(parts["port"]),
+        "PGUSER": str(parts["user"]),
+        "PGPASSWORD": str(parts["password"]),
+        "PGDATABASE": str(parts["dbname"]),
+    }
     script = "\\set SHOW_CONTEXT never\n" + "".join(f"\\echo @@{i}\n{text}\n" for i, text in enumerate(typed))
     answer = subprocess.run(
         [psql, "--no-psqlrc", "--quiet", "--file", "-"],
-        input=script, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-    )  # fmt: skip
+        input=script,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
     printed = re.split(r"^@@\d+\n", answer.stdout, flags=re.MULTILINE)[1:]
     return ["".join(_tidy(line) for line in part.splitlines()) for part in printed]
 

@@ -253,9 +253,11 @@ $$;
 
 -- Whether nothing is pending and no push can be under way that would not see ready_at NULL.
 -- Under the partition's lock no push is. It is only tried for: a push that holds it is about to commit messages.
+-- After some partitions in one call the queue's own lock is tried instead, which stands for all: locks are a scarce
+-- good, and a new group may find a hundred thousand empty partitions.
 -- False means: leave the lane as it is, the next pop looks again.
 CREATE OR REPLACE FUNCTION queen.is_drained(
-    queue_name text, lane_id bigint, from_seq bigint, ahead int8multirange
+    queue_name text, lane_id bigint, from_seq bigint, ahead int8multirange, drained_before integer
 )
 RETURNS boolean
 LANGUAGE plpgsql
@@ -263,11 +265,14 @@ AS $$
 DECLARE
     last_seq bigint;
 BEGIN
-    IF
-        NOT pg_try_advisory_xact_lock_shared(queen.queue_lock(is_drained.queue_name))
-        OR NOT pg_try_advisory_xact_lock(queen.partition_lock(is_drained.lane_id / 10))
-    THEN
-        RETURN FALSE;
+    IF drained_before < 64 OR NOT pg_try_advisory_xact_lock(queen.queue_lock(is_drained.queue_name)) THEN
+        IF
+            drained_before >= 1000
+            OR NOT pg_try_advisory_xact_lock_shared(queen.queue_lock(is_drained.queue_name))
+            OR NOT pg_try_advisory_xact_lock(queen.partition_lock(is_drained.lane_id / 10))
+        THEN
+            RETURN FALSE;
+        END IF;
     END IF;
     -- A new statement, after the lock: it sees whatever was pushed.
     SELECT m.seq INTO last_seq FROM queen.message_log AS m
@@ -352,6 +357,7 @@ DECLARE
     until timestamptz;
     parked bigint[];
     parked_until timestamptz[];
+    drained integer := 0;
     done_with bigint[] := '{}'; -- not to be claimed again by this call
     -- What is leased, an element a lane.
     new_states queen.consumer_states[];
@@ -599,7 +605,11 @@ BEGIN
                 end_seq := lane.tail_seq;
                 available := end_seq - from_seq - queen.size(new_state.ahead);
                 IF available IS NULL OR available <= 0 THEN
-                    IF may_drain AND queen.is_drained(lane.queue_name, lane.lane_id, from_seq, new_state.ahead) THEN
+                    IF
+                        may_drain
+                        AND queen.is_drained(lane.queue_name, lane.lane_id, from_seq, new_state.ahead, drained)
+                    THEN
+                        drained := drained + 1;
                         parked := parked || lane.id;
                         parked_until := array_append(parked_until, NULL);
                     ELSE

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import threading
+import time
 import uuid
 from argparse import ArgumentParser
 from collections.abc import Callable
@@ -123,8 +124,13 @@ def test_what_nobody_reads_is_given_back(
     reader, writer = os.pipe()
     raw = io.FileIO(writer, "w")
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(cast(Any, raw), write_through=True))
-    # The pipe takes 64 KiB; then the reader goes away.
-    threading.Timer(0.5, os.close, [reader]).start()
+
+    def read_a_little() -> None:
+        os.read(reader, 1)
+        time.sleep(0.3)  # the pipe is full by then, and the writer waits
+        os.close(reader)
+
+    threading.Thread(target=read_a_little).start()
     assert run("pop", "orders", "-n", "1000", "-o", "json").code == 1
     assert (orders.depth("orders").pending, orders.depth("orders").in_flight) == (1000, 0)
 

@@ -1,11 +1,11 @@
 """The queue in plain Python: what the contract says, without a database.
 
-Everything is kept the obvious way: a lane is a list of messages, a reader (a group on a lane) a set of the seqs it
-has settled, and its backlog is what a loop over the list finds. There are no cursors, no indexes and no wake-ups, so
-that whatever the engine does to be fast has something slow to be compared with.
+Everything is kept the obvious way: a lane is a list of messages, a reader (a group on a lane) a set of the
+seqs it has settled, and its backlog is what a loop over the list finds. There are no cursors, no indexes and no
+wake-ups, so that whatever the engine does to be fast has something slow to be compared with.
 
 Calls change the model and return what the engine must answer, or raise :class:`Refused` and change nothing.
-Three things the engine may choose, so :meth:`Model.pop` is told what it chose and checks that it was allowed to:
+Three things the engine may choose, so :meth:`Model.pop` is told what it chose and checks that it might:
 
 - which of several lanes of the same priority a pop takes;
 - when a lease that has run out is ended: by the next pop that meets the lane, or by a job;
@@ -406,7 +406,9 @@ class Model:
             assert popped[: len(batch)] == batch, f"the messages of {key} are not together"
             popped = popped[len(batch) :]
             assert key in ready, f"{key} had nothing to deliver, or may not yet"
-            assert not taken or ranks[taken[-1]] <= ranks[key], f"{key} came after {taken[-1]}, of a lower rank"
+            assert not taken or ranks[taken[-1]] <= ranks[key], (
+                f"{key} came after {taken[-1]}, of a lower rank"
+            )
             reader = self.readers[key, group]
             expected = ready.pop(key)[: 1 if self.is_suspect(reader) else budget]
             assert [(p.seq, p.payload) for p in batch] == [(m.seq, m.payload) for m in expected]
@@ -429,7 +431,7 @@ class Model:
                     yield self.readers[lane.key, group]
 
     def deliverable(self, reader: Reader) -> list[Message]:
-        """What a pop could get of this lane now, given any batch size. A lease that ran out stands in nobody's way."""
+        """What a pop could get of this lane now, given any batch size. A lease that ran out is in nobody's way."""
         queue = self.queues[reader.lane.key.queue]
         if self.is_leased(reader) or reader.retry_at > self.now or not reader.pending:
             return []
@@ -478,12 +480,14 @@ class Model:
         return next((r for r in self.readers.values() if r.lease and r.lease.id == lease_id), None)
 
     def expire(self, lane: LaneKey, group: str) -> None:
-        """A lease that ran out ends: each message it held has failed once more. Who was alone in it is to blame."""
+        """A lease that ran out ends: each message it held has failed once more, and one alone is to blame."""
         reader = self.readers[lane, group]
         lease = reader.lease
         assert lease is not None, f"{lane} has no lease to end"
         assert lease.expires_at <= self.now, f"the lease on {lane} was live"
-        held = sorted(seq for seq in lease.held if seq > reader.lane.floor)  # retention does not wait for the dead
+        held = sorted(
+            seq for seq in lease.held if seq > reader.lane.floor
+        )  # retention does not wait for the dead
         exhausted = self._fail(reader, held, f"the lease of attempt {lease.attempt} ran out")
         if len(lease.held) == 1 and exhausted:
             self._give_up(reader, exhausted, "expired", None)
@@ -499,7 +503,7 @@ class Model:
         return [seq for seq in seqs if reader.failures[seq] > limit]
 
     def _give_up(self, reader: Reader, seqs: list[int], reason: str, error: str | None) -> int:
-        """Out of retries: to the dead letters, or dropped and counted. Returns how many dead letters that made."""
+        """Out of retries: to the dead letters, or dropped and counted. Returns how many dead letters it made."""
         if self.queues[reader.lane.key.queue].dlq_after_max_retries:
             return self._bury(reader, seqs, reason, error)
         reader.dropped += len(seqs)
@@ -515,7 +519,13 @@ class Model:
                 text = error if error is not None else reader.errors.get(seq)
                 self.dead_letters.append(
                     DeadLetter(
-                        reader.lane.key, seq, reader.group, reason, text, max(redeliveries, 0), message.payload
+                        reader.lane.key,
+                        seq,
+                        reader.group,
+                        reason,
+                        text,
+                        max(redeliveries, 0),
+                        message.payload,
                     )
                 )
                 buried += 1
@@ -536,15 +546,15 @@ class Model:
         lease = reader.lease
         assert lease is not None
         dropped_before = reader.dropped
-        failed = {seq for seq in settling.failed if seq > reader.lane.floor}  # of a lease that ran out, some may be gone
+        failed = {
+            seq for seq in settling.failed if seq > reader.lane.floor
+        }  # of a lease that ran out, some may be gone
         exhausted = self._fail(reader, failed, error)
         retried = failed - set(exhausted)
         if retried:
             delay = self.queues[reader.lane.key.queue].retry_delay / 1000
             tried = max(reader.failures[seq] for seq in retried)
-            reader.retry_at = max(
-                reader.retry_at, self.now + min(delay * 2 ** (tried - 1), LONGEST_BACKOFF)
-            )
+            reader.retry_at = max(reader.retry_at, self.now + min(delay * 2 ** (tried - 1), LONGEST_BACKOFF))
         dead = self._give_up(reader, exhausted, "failed", error)
         dead += self._bury(reader, settling.rejected, "rejected", error)
         reader.forget(settling.completed)
@@ -618,7 +628,9 @@ class Model:
             if old.lease is not None:
                 old.lease.released += len(old.lease.held)
                 self._ended(old, old.lease)
-            position = {"beginning": lane.floor, "end": lane.last_seq}.get(to) if isinstance(to, str) else None
+            position = (
+                {"beginning": lane.floor, "end": lane.last_seq}.get(to) if isinstance(to, str) else None
+            )
             if position is None:
                 assert not isinstance(to, str)
                 position = lane.last_before(to)
@@ -644,7 +656,7 @@ class Model:
     def requeue(
         self, queue: str, ids: list[int] | None = None, group: str | None = None, max_rows: int = 1000
     ) -> list[tuple[int, str, int]]:
-        """(id, partition, seq of what it became). They go to the group that gave up; the others have settled them."""
+        """(id, partition, new seq). They go to the group that gave up; the others count them as settled."""
         self._tick()
         known = sorted((d for d in self.dead_letters if d.lane.queue == queue), key=lambda d: d.id or 0)
         if ids is not None and not {d.id for d in known}.issuperset(ids):
@@ -694,7 +706,11 @@ class Model:
         return len(overdue)
 
     def evict(
-        self, queue: str, expired: list[tuple[LaneKey, str]], evicted: list[tuple[LaneKey, str, int]], max_rows: int
+        self,
+        queue: str,
+        expired: list[tuple[LaneKey, str]],
+        evicted: list[tuple[LaneKey, str, int]],
+        max_rows: int,
     ) -> dict[str, int]:
         """Check which leases an eviction ended and what it moved; return how many of each group."""
         self._tick()
@@ -716,7 +732,9 @@ class Model:
         if len(evicted) < max_rows:
             for (key, _), reader in self.readers.items():
                 if key.queue == queue and not self.is_leased(reader):
-                    assert not any(self._is_stale(options, m) for m in reader.pending), f"{key}: not all evicted"
+                    assert not any(self._is_stale(options, m) for m in reader.pending), (
+                        f"{key}: not all evicted"
+                    )
         return {g: n for g in groups if (n := len([1 for _, other, _ in evicted if other == g]))}
 
     def _evict(self, group: str, evicted: list[tuple[LaneKey, int]]) -> None:

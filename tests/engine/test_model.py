@@ -1,11 +1,11 @@
 """The engine against the model: any sequence of calls, and after each step both say the same.
 
-Hypothesis makes up the calls; :mod:`tests.engine.model` says what must come of them. Compared after every step: what
-was delivered, in which order and at which attempt; depth, and depth as a COUNT over the tables; dead letters; leases
-that ended.
+Hypothesis makes up the calls; :mod:`tests.engine.model` says what must come of them. Compared after every step:
+what was delivered, in which order and at which attempt; depth, and depth as a COUNT over the tables; dead
+letters; leases that ended.
 
-Time passes by moving every timestamp in the tables back. All durations are multiples of 100 seconds and time passes in
-steps of 100 seconds and one, so nothing is ever due by a hair and a slow machine changes nothing.
+Time passes by moving every timestamp in the tables back. All durations are multiples of 100 seconds and time
+passes in steps of 100 seconds and one, so nothing is ever due by a hair and a slow machine changes nothing.
 
 For a longer search: QUEEN_MODEL_EXAMPLES=5000 pytest tests/engine/test_model.py
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -75,8 +76,8 @@ TIMES = {
     "dead_letter_queue": ["original_created_at", "failed_at"],
 }
 
-# Depth of every queue and group, and pending as a COUNT: what of a lane that the group has met lies beyond the cursor
-# and was not settled ahead of it. Of lanes it has not met the model alone knows where the group would begin.
+# Depth of every queue and group, and pending as a COUNT: what of a lane that the group has met lies beyond the
+# cursor and was not settled ahead of it. Of lanes it has not met the model alone knows where it would begin.
 DEPTH = """
     SELECT
         q.name AS queue,
@@ -106,7 +107,9 @@ BROKEN = {
     """,
     "failures that are not counted": """
         SELECT s.consumer_id FROM queen.consumer_states AS s
-        WHERE s.redelivering <> (SELECT count(*) FROM queen.redeliveries AS r WHERE r.consumer_id = s.consumer_id)
+        WHERE s.redelivering <> (
+            SELECT count(*) FROM queen.redeliveries AS r WHERE r.consumer_id = s.consumer_id
+        )
     """,
     "failures of a message that is settled or gone": """
         SELECT r.consumer_id
@@ -153,11 +156,14 @@ class EngineFollowsModel(RuleBasedStateMachine):
         try:
             wanted = expected()
         except Refused as refused:
-            with pytest.raises(psycopg.Error) as raised:
-                actual()
-            assert raised.value.sqlstate == refused.sqlstate
-        else:
-            assert actual() == wanted
+            wanted = refused.sqlstate
+        try:
+            answer = actual()
+        except psycopg.Error as error:
+            if error.sqlstate is None or not error.sqlstate.startswith("QN"):
+                raise
+            answer = error.sqlstate
+        assert answer == wanted
 
     def _last_ids(self) -> tuple[int, int]:
         [row] = self.sql(
@@ -299,7 +305,12 @@ class EngineFollowsModel(RuleBasedStateMachine):
                 break
 
     def _pop(self, scope: Scope, group: str, subscription_from: Any = None, **options: Any) -> list[Popped]:
-        defaults: dict[str, Any] = {"max_partitions": 1, "lease_seconds": None, "mode": "all", "auto_ack": False}
+        defaults: dict[str, Any] = {
+            "max_partitions": 1,
+            "lease_seconds": None,
+            "mode": "all",
+            "auto_ack": False,
+        }
         asked = defaults | options
         rows = self.sql(
             "SELECT * FROM queen.pop(%(queue)s, %(partition)s, %(group)s, %(batch_size)s, %(max_partitions)s,"
@@ -423,7 +434,7 @@ class EngineFollowsModel(RuleBasedStateMachine):
             self.connection.execute(f"UPDATE queen.{table} SET {moves}")  # type: ignore[arg-type]
 
     def _a_time(self, data: st.DataObject) -> tuple[float, Any]:
-        """A moment, for the model and for the engine: a message's, which is then not before it, or one to come."""
+        """A moment, for the model and for the engine: a message's, which is not before it, or one to come."""
         messages = [(lane, message) for lane in self.model.lanes.values() for message in lane.messages]
         if not messages or data.draw(st.integers(0, 3)) == 0:
             [row] = self.sql("SELECT clock_timestamp() + make_interval(secs => 150) AS at")
@@ -475,7 +486,11 @@ class EngineFollowsModel(RuleBasedStateMachine):
             lambda: [
                 (row["id"], row["partition"], row["seq"])
                 for row in self.sql(
-                    "SELECT * FROM queen.requeue_dead_letters(%s, %s::bigint[], %s, %s)", queue, ids, group, max_rows
+                    "SELECT * FROM queen.requeue_dead_letters(%s, %s::bigint[], %s, %s)",
+                    queue,
+                    ids,
+                    group,
+                    max_rows,
                 )
             ],
         )
@@ -491,9 +506,9 @@ class EngineFollowsModel(RuleBasedStateMachine):
         ids = self._draw_dead_letters(data) if by_id else None
         self.same(
             lambda: self.model.purge(queue, ids, group),
-            lambda: self.sql(
-                "SELECT queen.purge_dead_letters(%s, %s::bigint[], %s) AS n", queue, ids, group
-            )[0]["n"],
+            lambda: self.sql("SELECT queen.purge_dead_letters(%s, %s::bigint[], %s) AS n", queue, ids, group)[
+                0
+            ]["n"],
         )
 
     def _draw_dead_letters(self, data: st.DataObject) -> list[int]:
@@ -503,7 +518,8 @@ class EngineFollowsModel(RuleBasedStateMachine):
     @rule(queue=st.sampled_from(sorted(QUEUES)))
     def reclaim(self, queue: str) -> None:
         self.same(
-            lambda: self.model.reclaim(queue), lambda: self.sql("SELECT queen.reclaim(%s) AS n", queue)[0]["n"]
+            lambda: self.model.reclaim(queue),
+            lambda: self.sql("SELECT queen.reclaim(%s) AS n", queue)[0]["n"],
         )
 
     @rule(queue=st.sampled_from(sorted(QUEUES)), max_rows=st.sampled_from([1, 2, 10000]))
@@ -524,8 +540,8 @@ class EngineFollowsModel(RuleBasedStateMachine):
         """A consumer takes messages, finishes them, pushes onward, and crashes before it commits."""
         with self.connection.transaction(force_rollback=True):
             rows = self.sql(
-                "SELECT * FROM queen.pop(%(queue)s, %(partition)s, %(group)s, 3, 2, namespace => %(namespace)s,"
-                " task => %(task)s, in_transaction => %(in_transaction)s)",
+                "SELECT * FROM queen.pop(%(queue)s, %(partition)s, %(group)s, 3, 2,"
+                " namespace => %(namespace)s, task => %(task)s, in_transaction => %(in_transaction)s)",
                 **vars(scope),
                 group=group,
                 in_transaction=in_transaction,
@@ -554,7 +570,11 @@ class EngineFollowsModel(RuleBasedStateMachine):
         nameless = [d for d in self.model.dead_letters if d.id is None]
         for row in rows:
             if row["id"] > self.last_dead_letter:
-                same = [d for d in nameless if (d.lane, d.seq, d.group) == (_lane(row), row["seq"], row["consumer_group"])]
+                same = [
+                    d
+                    for d in nameless
+                    if (d.lane, d.seq, d.group) == (_lane(row), row["seq"], row["consumer_group"])
+                ]
                 assert same, f"a dead letter too many: {row}"
                 same[0].id = row["id"]
                 nameless.remove(same[0])
@@ -562,18 +582,26 @@ class EngineFollowsModel(RuleBasedStateMachine):
         assert not nameless, "a dead letter is missing"
         actual = [
             DeadLetter(
-                _lane(row), row["seq"], row["consumer_group"], row["reason"], row["error_message"], row["retry_count"],
-                row["payload"], row["id"],
-                int(row["requeued_message_id"].hex[-15:], 16) if row["requeued_message_id"] else None,
+                lane=_lane(row),
+                seq=row["seq"],
+                group=row["consumer_group"],
+                reason=row["reason"],
+                error=row["error_message"],
+                retry_count=row["retry_count"],
+                payload=row["payload"],
+                id=row["id"],
+                requeued_as=_seq(row["requeued_message_id"]),
             )
             for row in rows
-        ]  # fmt: skip
+        ]
         assert actual == sorted(self.model.dead_letters, key=lambda d: d.id or 0)
 
     def _compare_deliveries(self) -> None:
         rows = self.sql("SELECT * FROM queen.deliveries WHERE id > %s ORDER BY id", self.first_delivery)
         names = ("first_seq", "last_seq", "attempt", "completed", "failed", "rejected", "released", "expired")
-        actual = [Delivery(_lane(row), row["consumer_group"], **{name: row[name] for name in names}) for row in rows]
+        actual = [
+            Delivery(_lane(row), row["consumer_group"], **{name: row[name] for name in names}) for row in rows
+        ]
         assert sorted(actual, key=str) == sorted(self.model.deliveries, key=str)
         self.last_delivery = max((row["id"] for row in rows), default=self.last_delivery)
 
@@ -609,7 +637,14 @@ class EngineFollowsModel(RuleBasedStateMachine):
         actual = {
             (_lane(row), row["consumer_group"]): tuple(
                 row[name]
-                for name in ("first_seq", "last_seq", "retained", "pending", "total_completed", "total_dropped")
+                for name in (
+                    "first_seq",
+                    "last_seq",
+                    "retained",
+                    "pending",
+                    "total_completed",
+                    "total_dropped",
+                )
             )
             for row in self.sql("SELECT * FROM queen.stats()")
         }
@@ -634,7 +669,15 @@ class EngineFollowsModel(RuleBasedStateMachine):
             )
             + ") AS counts WHERE rows > 0"
         )
-        for table in (*TIMES, "redeliveries", "deliveries", "retention_history", "queue_groups", "partitions", "queues"):
+        for table in (
+            *TIMES,
+            "redeliveries",
+            "deliveries",
+            "retention_history",
+            "queue_groups",
+            "partitions",
+            "queues",
+        ):
             self.connection.execute(f"DELETE FROM queen.{table}")  # type: ignore[arg-type]
         assert left == []
 
@@ -643,11 +686,17 @@ def _lane(row: dict[str, Any]) -> LaneKey:
     return LaneKey(row["queue_name"], row.get("partition_name") or row["partition"], row["priority"])
 
 
+def _seq(message_id: UUID | None) -> int | None:
+    return int(message_id.hex[-15:], 16) if message_id else None
+
+
 def _multirange(seqs: frozenset[int]) -> Multirange[int] | None:
     return Multirange([Range(seq, seq, "[]") for seq in sorted(seqs)]) if seqs else None
 
 
-def search(connection: psycopg.Connection[dict[str, Any]], examples: int, *, derandomize: bool = True) -> None:
+def search(
+    connection: psycopg.Connection[dict[str, Any]], examples: int, *, derandomize: bool = True
+) -> None:
     """Run examples until one fails; raise with the shortest one that does."""
     connection.execute("SET synchronous_commit = OFF")  # nobody pulls the plug here
     run_machine(

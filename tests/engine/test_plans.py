@@ -1,9 +1,9 @@
 """Flat cost: what push, pop, settle and depth read depends on the batch, and on nothing else.
 
-Measured are the pages that a call touches and the rows it fetches, statements inside the functions included; not time.
-Two sessions with the same million messages: one whose plans were made while every table was empty, and one that planned
-with full statistics. Where the server has auto_explain (PostgreSQL from a package has, the wheel's has not), each plan
-inside the functions is looked at too: index scans with a condition on the index, and nothing else.
+Measured are the pages that a call touches and the rows it fetches, statements inside the functions included; not
+time. Two sessions with the same million messages: one whose plans were made while every table was empty, and one
+that planned with full statistics. Where the server has auto_explain (PostgreSQL from a package has, the wheel's
+has not), each plan inside the functions is looked at too: index scans with a condition, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ pytestmark = [pytest.mark.postgres, pytest.mark.slow]
 Connection = psycopg.Connection[dict[str, Any]]
 
 # The tables that grow: with messages, with partitions, with what was delivered.
-LARGE = ("message_log", "consumers", "consumer_states", "lanes", "redeliveries", "deliveries", "dead_letter_queue")
+LARGE = (
+    "message_log",
+    "consumers",
+    "consumer_states",
+    "lanes",
+    "redeliveries",
+    "deliveries",
+    "dead_letter_queue",
+)
 BATCH = 100
 
 
@@ -56,8 +64,8 @@ SETTLE = "SELECT * FROM queen.settle(%(lease_ids)s::uuid[], %(held)s::int8multir
 NACK = "SELECT * FROM queen.settle(%(lease_ids)s::uuid[], NULL, %(held)s::int8multirange[])"
 DEPTH = "SELECT * FROM queen.depth(%(queue)s, 'reader')"
 
-# In this order; what one leaves the next one finds. The queues: "flow" has one partition with half a million messages
-# behind its reader and half a million ahead; "idle" has 100,000 partitions, all of them drained when its turn comes.
+# In this order; what one leaves the next one finds. The queues: "flow" has one partition with half a million
+# messages behind its reader and half a million ahead; "idle" has 100,000 partitions, all drained at first.
 CALLS = {
     "push": (PUSH, "flow"),
     "push with transaction ids": (PUSH_WITH_IDS, "flow"),
@@ -82,14 +90,14 @@ CALLS = {
     "settle of one of many partitions": (SETTLE, "idle"),
     "pop that finds it drained": (POP, "idle"),
 }
-# Pages a call may touch for each message of its batch, over all the indexes it goes through. A page counts again each
-# time it is visited: an insert into an index comes down from the root.
+# Pages a call may touch for each message of its batch, over all the indexes it goes through. A page counts again
+# each time it is visited: an insert into an index comes down from the root.
 PAGES_A_MESSAGE = {"push": 20, "push of duplicates": 50, "pop": 5, "settle": 8, "depth": 2}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one call: pages touched, and of each large table the full scans and the rows fetched through indexes."""
+    """Of one call: pages touched, and of each large table full scans and rows fetched through indexes."""
 
     pages: int
     scans: dict[str, int]
@@ -109,7 +117,7 @@ class Costs:
 
 
 class Session:
-    """A connection that counts what its calls cost, and sees the plans inside where the server can show them."""
+    """A connection that counts what its calls cost, and sees the plans inside where the server shows them."""
 
     def __init__(self, dsn: str) -> None:
         self.connection: Connection = psycopg.connect(dsn, autocommit=True, row_factory=dict_row)
@@ -122,8 +130,8 @@ class Session:
             self.has_plans = False
         if self.has_plans:
             for name, value in {
-                "log_min_duration": "0", "log_nested_statements": "on", "log_analyze": "on", "log_timing": "off",
-                "log_format": "json", "log_level": "notice",
+                "log_min_duration": "0", "log_nested_statements": "on", "log_analyze": "on",
+                "log_timing": "off", "log_format": "json", "log_level": "notice",
             }.items():  # fmt: skip
                 self.connection.execute(f"SET auto_explain.{name} = {value}")  # type: ignore[arg-type]
 
@@ -192,7 +200,10 @@ def prepare(connection: Connection) -> None:
     connection.execute("SET synchronous_commit = OFF")
     for table in LARGE:  # statistics are collected when the test says so
         connection.execute(f"ALTER TABLE queen.{table} SET (autovacuum_enabled = FALSE)")  # type: ignore[arg-type]
-    connection.execute("SELECT queen.configure_queue(name, '{\"retry_delay\": 0}') FROM unnest('{flow,idle}'::text[]) AS name")
+    connection.execute(
+        "SELECT queen.configure_queue(name, '{\"retry_delay\": 0}')"
+        " FROM unnest('{flow,idle}'::text[]) AS name"
+    )
     for name in ("flow", "idle"):
         connection.execute(PUSH_TO_TEN if name == "idle" else PUSH_DUPLICATES, {"queue": name})
         connection.execute("SELECT * FROM queen.pop(%s, NULL, 'reader', 1000, 10, auto_ack => TRUE)", [name])
@@ -293,7 +304,10 @@ def test_every_plan_inside_goes_through_an_index(costs: Costs) -> None:
                     continue
                 seen.add(node["Relation Name"])
                 through = node["Plans"][0] if node["Node Type"] == "Bitmap Heap Scan" else node
-                assert through["Node Type"] in ("Index Scan", "Index Only Scan", "Bitmap Index Scan"), (call, node)
+                assert through["Node Type"] in ("Index Scan", "Index Only Scan", "Bitmap Index Scan"), (
+                    call,
+                    node,
+                )
                 # Without a condition on it, an index is walked from end to end.
                 assert "Index Cond" in through, (call, node)
                 assert node["Actual Rows"] * node["Actual Loops"] <= 10 * BATCH, (call, node)
