@@ -135,6 +135,7 @@ class Keys:
 
 
 def check_queue(connection: psycopg.Connection[Any], queue_name: str | None) -> None:
-    """Tell a mistyped queue from an empty one."""
-    if queue_name is not None and not call(connection, "queue_exists", ["queue_exists"], queue_name)[0][0]:
+    """Tell a mistyped queue from an empty one; without a name, see that the schema is there at all."""
+    found = call(connection, "queue_exists", ["queue_exists"], queue_name)[0][0]
+    if queue_name is not None and not found:
         raise QueueNotFoundError(f"there is no queue {queue_name!r}")

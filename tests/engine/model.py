@@ -1,8 +1,8 @@
 """The queue in plain Python: what the contract says, without a database.
 
 Everything is kept the obvious way: a lane is a list of messages, a reader (a group on a lane) a set of the
-seqs it has settled, and its backlog is what a loop over the list finds. There are no cursors, no indexes and no
-wake-ups, so that whatever the engine does to be fast has something slow to be compared with.
+seqs it has settled, and its backlog is what a loop over the list finds. There are no cursors, no indexes and
+no wake-ups, so that whatever the engine does to be fast has something slow to be compared with.
 
 Calls change the model and return what the engine must answer, or raise :class:`Refused` and change nothing.
 Three things the engine may choose, so :meth:`Model.pop` is told what it chose and checks that it might:
@@ -431,7 +431,7 @@ class Model:
                     yield self.readers[lane.key, group]
 
     def deliverable(self, reader: Reader) -> list[Message]:
-        """What a pop could get of this lane now, given any batch size. A lease that ran out is in nobody's way."""
+        """What a pop could get of this lane now, given any batch size. A lease that ran out does not matter."""
         queue = self.queues[reader.lane.key.queue]
         if self.is_leased(reader) or reader.retry_at > self.now or not reader.pending:
             return []
@@ -503,7 +503,7 @@ class Model:
         return [seq for seq in seqs if reader.failures[seq] > limit]
 
     def _give_up(self, reader: Reader, seqs: list[int], reason: str, error: str | None) -> int:
-        """Out of retries: to the dead letters, or dropped and counted. Returns how many dead letters it made."""
+        """Out of retries: to the dead letters, or dropped and counted. Returns how many were buried."""
         if self.queues[reader.lane.key.queue].dlq_after_max_retries:
             return self._bury(reader, seqs, reason, error)
         reader.dropped += len(seqs)

@@ -1,8 +1,8 @@
 """The engine against the model: any sequence of calls, and after each step both say the same.
 
-Hypothesis makes up the calls; :mod:`tests.engine.model` says what must come of them. Compared after every step:
-what was delivered, in which order and at which attempt; depth, and depth as a COUNT over the tables; dead
-letters; leases that ended.
+Hypothesis makes up the calls; :mod:`tests.engine.model` says what must come of them. Compared after every
+step: what was delivered, in which order and at which attempt; depth, and depth as a COUNT over the tables;
+dead letters; leases that ended.
 
 Time passes by moving every timestamp in the tables back. All durations are multiples of 100 seconds and time
 passes in steps of 100 seconds and one, so nothing is ever due by a hair and a slow machine changes nothing.
@@ -76,8 +76,8 @@ TIMES = {
     "dead_letter_queue": ["original_created_at", "failed_at"],
 }
 
-# Depth of every queue and group, and pending as a COUNT: what of a lane that the group has met lies beyond the
-# cursor and was not settled ahead of it. Of lanes it has not met the model alone knows where it would begin.
+# Depth of every queue and group, and pending as a COUNT: what of a lane that the group has met lies beyond
+# the cursor and was not settled ahead of it. Of lanes not met the model alone knows where the group begins.
 DEPTH = """
     SELECT
         q.name AS queue,

@@ -1,9 +1,9 @@
 """Flat cost: what push, pop, settle and depth read depends on the batch, and on nothing else.
 
-Measured are the pages that a call touches and the rows it fetches, statements inside the functions included; not
-time. Two sessions with the same million messages: one whose plans were made while every table was empty, and one
-that planned with full statistics. Where the server has auto_explain (PostgreSQL from a package has, the wheel's
-has not), each plan inside the functions is looked at too: index scans with a condition, and nothing else.
+Measured are the pages that a call touches and the rows it fetches, statements inside the functions included;
+not time. Two sessions with the same million messages: one whose plans were made while every table was empty,
+and one that planned with full statistics. Where the server has auto_explain (PostgreSQL from a package has,
+the wheel's has not), each plan inside the functions is looked at too: index scans with a condition, no others.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ CALLS = {
     "settle of one of many partitions": (SETTLE, "idle"),
     "pop that finds it drained": (POP, "idle"),
 }
-# Pages a call may touch for each message of its batch, over all the indexes it goes through. A page counts again
-# each time it is visited: an insert into an index comes down from the root.
+# Pages a call may touch for each message of its batch, over all the indexes it goes through. A page counts
+# again each time it is visited: an insert into an index comes down from the root.
 PAGES_A_MESSAGE = {"push": 20, "push of duplicates": 50, "pop": 5, "settle": 8, "depth": 2}
 
 
