@@ -116,7 +116,8 @@ def insert_limit(bench: Bench, batch: int, batches: int, costs: list[Cost]) -> N
         for part in data:
             bench.connection.execute(
                 b"INSERT INTO bare (created_at, trace_id, transaction_id, payload)"
-                b" SELECT now(), t, i, p::json FROM unnest(%b::text[], %b::text[], %b::uuid[]) AS u (p, i, t)",
+                b" SELECT now(), t, i, p::json"
+                b" FROM unnest(%b::text[], %b::text[], %b::uuid[]) AS u (p, i, t)",
                 [part["payloads"], part["ids"], part["traces"]],
             )
 
@@ -144,7 +145,8 @@ def pop_and_ack(bench: Bench, queue: str, batch: int, batches: int, costs: list[
             assert len(rows) == batch, f"{len(rows)} instead of {batch}"
             span = f"{{[{rows[0][1]},{rows[-1][1]}]}}"
             bench.connection.execute(
-                b"SELECT * FROM queen.settle(ARRAY[%b]::uuid[], ARRAY[%t::int8multirange])", [rows[0][0], span]
+                b"SELECT * FROM queen.settle(ARRAY[%b]::uuid[], ARRAY[%t::int8multirange])",
+                [rows[0][0], span],
             )
 
 
@@ -211,11 +213,12 @@ def partition_independence(bench: Bench, many: int) -> None:
         for start in range(0, count, 1000):
             names = [f"p{number}" for number in range(start, min(count, start + 1000))]
             bench.connection.execute(
-                b"SELECT count(*) FROM queen.push(%b, %b::text[], %b::text[])", [queue, ["1"] * len(names), names]
+                b"SELECT count(*) FROM queen.push(%b, %b::text[], %b::text[])",
+                [queue, ["1"] * len(names), names],
             )
         started = time.perf_counter()
         while bench.connection.execute(
-            b"SELECT 1 FROM queen.pop(%b, batch_size => 10000, max_partitions => 1000, auto_ack => true) LIMIT 1",
+            b"SELECT 1 FROM queen.pop(%b, batch_size => 9999, max_partitions => 1000, auto_ack => true) LIMIT 1",
             [queue],
         ).fetchone():
             pass
@@ -239,10 +242,14 @@ def idle(bench: Bench, queue: str) -> None:
     selects, pops = [], []
     for _ in range(300):
         selects.append(timed(lambda: bench.connection.execute(b"SELECT 1").fetchall()))
-        pops.append(timed(lambda: bench.connection.execute(b"SELECT * FROM queen.pop(%b)", [queue]).fetchall()))
+        pops.append(
+            timed(lambda: bench.connection.execute(b"SELECT * FROM queen.pop(%b)", [queue]).fetchall())
+        )
     ratio = statistics.median(pops) / statistics.median(selects)
     bench.report("idle pop / SELECT 1", ratio, 3.0, "x", at_least=False)
-    bench.note(f"SELECT 1 {statistics.median(selects) * 1e6:.0f} µs, idle pop {statistics.median(pops) * 1e6:.0f} µs")
+    bench.note(
+        f"SELECT 1 {statistics.median(selects) * 1e6:.0f} µs, idle pop {statistics.median(pops) * 1e6:.0f} µs"
+    )
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -268,7 +275,8 @@ def held_snapshot(bench: Bench, seconds: float) -> None:
             pop_and_ack(bench, queue, 100, 1, costs)
         holder.close()
         cpu[held] = sum(c.cpu_seconds for c in costs) / sum(c.messages for c in costs)
-        bench.note(f"{'held' if held else 'free'}: {len(costs) // 2:,} rounds, {cpu[held] * 2e6:.1f} µs CPU a message")
+        name = "held" if held else "free"
+        bench.note(f"{name}: {len(costs) // 2:,} rounds, {cpu[held] * 2e6:.1f} µs CPU a message")
     bench.report("CPU ratio", cpu[True] / cpu[False], 1.5, "x", at_least=False)
 
 
@@ -291,7 +299,9 @@ def client_cost(bench: Bench) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--system", action="store_true", help="the system's PostgreSQL instead of the embedded one")
+    parser.add_argument(
+        "--system", action="store_true", help="the system's PostgreSQL instead of the embedded one"
+    )
     parser.add_argument("--quick", action="store_true", help="smaller sizes: a look, not a measurement")
     parser.add_argument("--only", choices=["throughput", "depth", "partitions", "held", "client"])
     arguments = parser.parse_args()

@@ -115,7 +115,7 @@ BEGIN
     RAISE EXCEPTION USING
         ERRCODE = 'QN001',
         MESSAGE = format('there is no queue %s', coalesce(quote_literal(queue_name), 'NULL'))
-            || coalesce(format('; the nearest name is %L', near), '; there are no queues yet'),
+            || coalesce('; the nearest name is ' || quote_literal(near), '; there are no queues yet'),
         HINT = 'Create it with configure_queue.';
 END
 $$;

@@ -88,7 +88,10 @@ BEGIN
                 ERRCODE = 'QN003',
                 MESSAGE = format(
                     'lease %s%s is over: it was settled, or it ran out and another consumer took over; nothing was changed',
-                    lease.lease_id, coalesce(format(' on partition %L of queue %L', lease.name, lease.queue_name), '')
+                    lease.lease_id,
+                    coalesce(
+                        ' on partition ' || quote_literal(lease.name) || ' of queue ' || quote_literal(lease.queue_name), ''
+                    )
                 );
         END IF;
         given := lease.completed + lease.failed + lease.rejected + lease.released;
@@ -289,7 +292,9 @@ DECLARE
     state queen.consumer_states;
 BEGIN
     IF renew.seconds IS NULL OR renew.seconds < 1 THEN
-        PERFORM queen.raise_invalid(format('a lease is renewed by at least 1 second, not %s', coalesce(renew.seconds::text, 'NULL')));
+        PERFORM queen.raise_invalid(
+            format('a lease is renewed by at least 1 second, not %s', coalesce(renew.seconds::text, 'NULL'))
+        );
     END IF;
     PERFORM 1 FROM queen.consumers AS c
     WHERE c.id IN (SELECT queen.lease_consumer(x.id) FROM unnest(renew.lease_ids) AS x (id))
