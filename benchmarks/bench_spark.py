@@ -70,6 +70,7 @@ def spark_session(master: str, folder: Path) -> Iterator[SparkSession]:
         .config("spark.sql.shuffle.partitions", "4")
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
         .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
         .getOrCreate()
     )
     session.sparkContext.setLogLevel("ERROR")

@@ -136,13 +136,17 @@ class Airflow:
             logs["/".join(path.parts[-3:])] = path.read_text(errors="replace")
         logs["PostgreSQL"] = self._server.log()
         states = {
-            "journal": [f"{len(self.journal())} lines", f"held worker: {self.held_worker()}"],
+            "the journal": [f"{len(self.journal())} lines", f"held worker: {self.held_worker()}"],
             "rings": [self.rings()],
             "runs": self.query("SELECT run_id, state, start_date, end_date FROM dag_run ORDER BY id"),
             "tasks": self.query("SELECT run_id, task_id, state, try_number FROM task_instance ORDER BY 1, 2"),
         }
         with QueenClient(self.queue_dsn) as queue:
-            states["queues"] = queue.stats()
+            states["queues"] = [
+                f"{row.queue_name} {row.partition} for {row.consumer_group}: {row.pending} pending,"
+                f" {row.in_flight} in flight, {row.total_completed} completed, {row.dead_letters} dead"
+                for row in queue.stats()
+            ]
         return {name: text[-TAIL_CHARACTERS:] for name, text in logs.items()} | {
             name: "\n".join(map(str, rows)) for name, rows in states.items()
         }

@@ -431,7 +431,7 @@ class Model:
                     yield self.readers[lane.key, group]
 
     def deliverable(self, reader: Reader) -> list[Message]:
-        """What a pop could get of this lane now, given any batch size. A lease that ran out does not matter."""
+        """What a pop could get of this lane now, given any batch size, leases that ran out being ended."""
         queue = self.queues[reader.lane.key.queue]
         if self.is_leased(reader) or reader.retry_at > self.now or not reader.pending:
             return []

@@ -21,7 +21,15 @@ import psycopg
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 from psycopg.rows import dict_row
 from psycopg.types.multirange import Multirange
@@ -44,13 +52,6 @@ from tests.engine.model import (
 QUEUES = {"orders": {"namespace": "shop", "task": "pack"}, "refunds": {"namespace": "shop"}}
 GROUPS = [QUEUE_MODE, "audit", "mail"]
 PARTITIONS = ["Default", "north", "south"]
-SCOPES = [
-    *[Scope(queue=queue) for queue in QUEUES] * 4,
-    *[Scope(queue=queue, partition=partition) for queue in QUEUES for partition in PARTITIONS],
-    *[Scope(namespace="shop")] * 2,
-    Scope(task="pack"),
-    Scope(namespace="shop", task="pack"),
-]
 OPTIONS: dict[str, list[Any]] = {
     "priority": [0, 5],
     "lease_time": [100, 300],
@@ -65,6 +66,9 @@ OPTIONS: dict[str, list[Any]] = {
     "retention_seconds": [0, 200, 400],
     "completed_retention_seconds": [0, 100],
 }
+
+# What a pop names.
+REACH = st.sampled_from([*["queue"] * 5, "partition", "partition", "namespace", "task", "namespace and task"])
 
 # Every timestamp there is, but for those of rows that only people read.
 TIMES = {
@@ -138,6 +142,11 @@ class EngineFollowsModel(RuleBasedStateMachine):
 
     connection: psycopg.Connection[dict[str, Any]]
 
+    # Most examples use few of each, so that calls meet each other.
+    queues = Bundle("queues")
+    groups = Bundle("groups")
+    partitions = Bundle("partitions")
+
     def __init__(self) -> None:
         super().__init__()
         self.model = Model()
@@ -189,12 +198,25 @@ class EngineFollowsModel(RuleBasedStateMachine):
 
     # What may happen
 
-    @initialize()
-    def create_queues(self) -> None:
+    @initialize(target=queues, count=st.sampled_from([1, 1, 2]), data=st.data())
+    def use_queues(self, count: int, data: st.DataObject) -> Any:
         for name, options in QUEUES.items():
-            self.configure_queue(name, options)
+            limits = {
+                "retry_limit": data.draw(st.integers(0, 3)),
+                "retry_delay": data.draw(st.sampled_from([0, 0, 100_000])),
+            }
+            self.configure_queue(name, options | limits)
+        return multiple(*list(QUEUES)[:count])
 
-    @rule(queue=st.sampled_from(sorted(QUEUES)), data=st.data())
+    @initialize(target=groups, count=st.sampled_from([1, 1, 2, 3]))
+    def use_groups(self, count: int) -> Any:
+        return multiple(*GROUPS[:count])
+
+    @initialize(target=partitions, count=st.sampled_from([1, 1, 2, 3]))
+    def use_partitions(self, count: int) -> Any:
+        return multiple(*PARTITIONS[:count])
+
+    @rule(queue=queues, data=st.data())
     def configure(self, queue: str, data: st.DataObject) -> None:
         names = data.draw(st.lists(st.sampled_from(sorted(OPTIONS)), min_size=1, max_size=3, unique=True))
         self.configure_queue(queue, {name: data.draw(st.sampled_from(OPTIONS[name]), name) for name in names})
@@ -208,10 +230,10 @@ class EngineFollowsModel(RuleBasedStateMachine):
         assert {name: row[name] for name in expected} == expected
 
     @rule(
-        queue=st.sampled_from(sorted(QUEUES)),
+        queue=queues,
         messages=st.lists(
             st.tuples(
-                st.sampled_from(PARTITIONS),
+                partitions,
                 st.sampled_from([0, 0, 0, 0, 5, 9]),
                 st.none() | st.sampled_from("abcdefgh"),
             ),
@@ -223,8 +245,8 @@ class EngineFollowsModel(RuleBasedStateMachine):
         self._push(queue, messages)
 
     @rule(
-        queue=st.sampled_from(sorted(QUEUES)),
-        partition=st.sampled_from(PARTITIONS),
+        queue=queues,
+        partition=partitions,
         priority=st.sampled_from([0, 0, 5]),
         count=st.integers(1, 6),
     )
@@ -264,8 +286,10 @@ class EngineFollowsModel(RuleBasedStateMachine):
         )
 
     @rule(
-        scope=st.sampled_from(SCOPES),
-        group=st.sampled_from(GROUPS),
+        queue=queues,
+        partition=partitions,
+        reach=REACH,
+        group=groups,
         batch_size=st.sampled_from([1, 2, 3, 5, 100]),
         max_partitions=st.sampled_from([1, 1, 2, 10]),
         lease_seconds=st.sampled_from([None, None, 100, 200]),
@@ -275,7 +299,9 @@ class EngineFollowsModel(RuleBasedStateMachine):
     )
     def pop(
         self,
-        scope: Scope,
+        queue: str,
+        partition: str,
+        reach: str,
         group: str,
         batch_size: int,
         max_partitions: int,
@@ -286,7 +312,7 @@ class EngineFollowsModel(RuleBasedStateMachine):
     ) -> None:
         begins_at, subscription_from = self._a_time(data) if mode == "timestamp" else (0.0, None)
         self._pop(
-            scope,
+            _scope(reach, queue, partition),
             group,
             subscription_from,
             batch_size=batch_size,
@@ -297,12 +323,30 @@ class EngineFollowsModel(RuleBasedStateMachine):
             auto_ack=auto_ack,
         )
 
-    @rule(queue=st.sampled_from(sorted(QUEUES)), group=st.sampled_from(GROUPS), batch_size=st.integers(1, 5))
-    def pop_often(self, queue: str, group: str, batch_size: int) -> None:
-        """As a consumer does: until nothing comes. Whatever is deliverable has then been seen."""
-        for _ in range(20):
-            if not self._pop(Scope(queue), group, batch_size=batch_size, max_partitions=2):
-                break
+    @rule(
+        queue=queues,
+        group=groups,
+        batch_size=st.integers(1, 5),
+        times=st.sampled_from([1, 1, 2, 4]),
+        ending=st.sampled_from(["completed", "failed", "failed", "rejected", "released", "death", "death"]),
+    )
+    def consume(self, queue: str, group: str, batch_size: int, times: int, ending: str) -> None:
+        """As consumers do: pop, then settle everything in one way, or die; and again."""
+        for _ in range(times):
+            popped = self._pop(Scope(queue), group, batch_size=batch_size, max_partitions=2)
+            for lease_id in dict.fromkeys(p.lease_id for p in popped):
+                if ending == "death":
+                    self._die(lease_id)
+                else:
+                    seqs = frozenset(p.seq for p in popped if p.lease_id == lease_id)
+                    self._settle([Settling(lease_id, **{ending: seqs})], "it broke")
+            self.compare()
+
+    @rule(queue=queues, group=groups, batch_size=st.integers(1, 5))
+    def pop_everything(self, queue: str, group: str, batch_size: int) -> None:
+        """Until nothing comes: whatever is deliverable has then been seen."""
+        while self._pop(Scope(queue), group, batch_size=batch_size, max_partitions=2):
+            pass
 
     def _pop(self, scope: Scope, group: str, subscription_from: Any = None, **options: Any) -> list[Popped]:
         defaults: dict[str, Any] = {
@@ -407,7 +451,9 @@ class EngineFollowsModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def a_consumer_dies(self, data: st.DataObject) -> None:
         """Its lease runs out now, and whoever has waited for that may look."""
-        lease_id = data.draw(st.sampled_from(self.lease_ids))
+        self._die(data.draw(st.sampled_from(self.lease_ids)))
+
+    def _die(self, lease_id: object) -> None:
         reader = self.model.reader_of(lease_id)
         if reader is None or reader.lease is None:
             return
@@ -448,9 +494,9 @@ class EngineFollowsModel(RuleBasedStateMachine):
         return message.created_at, row["at"]
 
     @rule(
-        queue=st.sampled_from(sorted(QUEUES)),
-        group=st.sampled_from(GROUPS),
-        partition=st.none() | st.sampled_from(PARTITIONS),
+        queue=queues,
+        group=groups,
+        partition=st.none() | partitions,
         to=st.sampled_from(["beginning", "beginning", "end", "time"]),
         data=st.data(),
     )
@@ -464,7 +510,7 @@ class EngineFollowsModel(RuleBasedStateMachine):
             )[0]["moved"],
         )  # fmt: skip
 
-    @rule(group=st.sampled_from(GROUPS), queue=st.none() | st.sampled_from(sorted(QUEUES)))
+    @rule(group=groups, queue=st.none() | queues)
     def delete_group(self, group: str, queue: str | None) -> None:
         self.same(
             lambda: self.model.delete_group(group, queue),
@@ -473,9 +519,9 @@ class EngineFollowsModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.dead_letters)
     @rule(
-        queue=st.sampled_from(sorted(QUEUES)),
+        queue=queues,
         by_id=st.booleans(),
-        group=st.none() | st.sampled_from(GROUPS),
+        group=st.none() | groups,
         max_rows=st.sampled_from([1, 1000]),
         data=st.data(),
     )
@@ -497,9 +543,9 @@ class EngineFollowsModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.dead_letters)
     @rule(
-        queue=st.sampled_from(sorted(QUEUES)),
+        queue=queues,
         by_id=st.booleans(),
-        group=st.none() | st.sampled_from(GROUPS),
+        group=st.none() | groups,
         data=st.data(),
     )
     def purge(self, queue: str, by_id: bool, group: str | None, data: st.DataObject) -> None:
@@ -515,34 +561,34 @@ class EngineFollowsModel(RuleBasedStateMachine):
         ids = sorted(d.id for d in self.model.dead_letters if d.id is not None)
         return data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=3, unique=True))
 
-    @rule(queue=st.sampled_from(sorted(QUEUES)))
+    @rule(queue=queues)
     def reclaim(self, queue: str) -> None:
         self.same(
             lambda: self.model.reclaim(queue),
             lambda: self.sql("SELECT queen.reclaim(%s) AS n", queue)[0]["n"],
         )
 
-    @rule(queue=st.sampled_from(sorted(QUEUES)), max_rows=st.sampled_from([1, 2, 10000]))
+    @rule(queue=queues, max_rows=st.sampled_from([1, 2, 10000]))
     def evict(self, queue: str, max_rows: int) -> None:
         rows = self.sql("SELECT * FROM queen.evict(%s, %s)", queue, max_rows)
         assert all(row["queue_name"] == queue for row in rows)
         evicted = {row["consumer_group"]: row["evicted"] for row in rows}
         assert evicted == self.model.evict(queue, self._new_expiries(), self._new_evictions(), max_rows)
 
-    @rule(queue=st.sampled_from(sorted(QUEUES)))
+    @rule(queue=queues)
     def retain(self, queue: str) -> None:
         rows = self.sql("SELECT * FROM queen.retain(%s)", queue)
         deleted = [(row["partition"], row["retention_type"], row["deleted"]) for row in rows]
         assert sorted(deleted) == sorted(self.model.retain(queue))
 
-    @rule(scope=st.sampled_from(SCOPES), group=st.sampled_from(GROUPS), in_transaction=st.booleans())
-    def roll_back(self, scope: Scope, group: str, in_transaction: bool) -> None:
+    @rule(queue=queues, partition=partitions, reach=REACH, group=groups, in_transaction=st.booleans())
+    def roll_back(self, queue: str, partition: str, reach: str, group: str, in_transaction: bool) -> None:
         """A consumer takes messages, finishes them, pushes onward, and crashes before it commits."""
         with self.connection.transaction(force_rollback=True):
             rows = self.sql(
                 "SELECT * FROM queen.pop(%(queue)s, %(partition)s, %(group)s, 3, 2,"
                 " namespace => %(namespace)s, task => %(task)s, in_transaction => %(in_transaction)s)",
-                **vars(scope),
+                **vars(_scope(reach, queue, partition)),
                 group=group,
                 in_transaction=in_transaction,
             )
@@ -680,6 +726,16 @@ class EngineFollowsModel(RuleBasedStateMachine):
         ):
             self.connection.execute(f"DELETE FROM queen.{table}")  # type: ignore[arg-type]
         assert left == []
+
+
+def _scope(reach: str, queue: str, partition: str) -> Scope:
+    return {
+        "queue": Scope(queue),
+        "partition": Scope(queue, partition),
+        "namespace": Scope(namespace="shop"),
+        "task": Scope(task="pack"),
+        "namespace and task": Scope(namespace="shop", task="pack"),
+    }[reach]
 
 
 def _lane(row: dict[str, Any]) -> LaneKey:

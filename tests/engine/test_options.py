@@ -117,6 +117,16 @@ class TestLeaseTime:
         assert payloads(queen.pop(queue)) == [1]
         assert lease.lease_id == message.lease_id
 
+    def test_may_be_renewed_to_a_shorter_time(self, queen: QueenClient, sql: Sql, queue: str) -> None:
+        """Also where somebody has run into the lease already and knows its old end."""
+        put(queen, queue, 1)
+        held = queen.pop(queue, lease_seconds=1000)
+        assert queen.pop(queue) == []
+        (lease,) = queen.renew(held, seconds=100)
+        assert lease.lease_expires_at < dt.datetime.now(dt.UTC) + dt.timedelta(seconds=101)
+        pass_time(sql, queue, 101)
+        assert payloads(queen.pop(queue)) == [1]
+
 
 class TestRetries:
     def test_the_delay_doubles_per_attempt_up_to_five_minutes(
@@ -140,6 +150,22 @@ class TestRetries:
             assert queen.pop(queue) == []
             pass_time(sql, queue, 1.1)
         assert waits == [20, 40, 80, 160, 300, 300, 300]
+
+    def test_the_delay_is_that_of_the_messages_that_come_again(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
+        """Not that of one in the same call that has used up its retries."""
+        queue = make_queue(retry_limit=3, retry_delay=10_000)
+        put(queen, queue, "often", "once")
+        for _ in range(3):
+            queen.nack(queen.pop(queue, batch_size=1))
+            pass_time(sql, queue, 50)
+        result = queen.nack(queen.pop(queue))
+        assert (result.dead_lettered, result.retried) == (1, 1)
+        pass_time(sql, queue, 9)
+        assert queen.pop(queue) == []
+        pass_time(sql, queue, 2)
+        assert payloads(queen.pop(queue)) == ["once"]
 
     def test_no_overflow_after_many_attempts(
         self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
@@ -441,6 +467,17 @@ class TestPriorities:
             assert lane == [(1, f"{priority}a"), (2, f"{priority}b")]
         assert pending(sql, queue) == 0
 
+    def test_also_when_the_lease_of_the_higher_one_has_run_out(
+        self, queen: QueenClient, sql: Sql, queue: str
+    ) -> None:
+        for priority in (9, 5, 0):
+            put(queen, queue, priority, priority=priority)
+        assert payloads(queen.pop(queue, batch_size=1, auto_ack=True)) == [9]
+        assert payloads(queen.pop(queue, batch_size=1)) == [5]
+        expire_leases(sql, queue)
+        again = queen.pop(queue, batch_size=1, max_partitions=3)
+        assert [(m.payload, m.attempt) for m in again] == [(5, 2)]
+
     def test_a_partition_too(self, queen: QueenClient, queue: str) -> None:
         put(queen, queue, "low", partition="p")
         put(queen, queue, "high", partition="p", priority=1)
@@ -520,6 +557,12 @@ class TestPopArguments:
             "SELECT completed, attempt FROM queen.deliveries WHERE queue_name = %s", [queue]
         ).fetchall()
         assert row == [(2, 1)]
+
+    def test_auto_ack_knows_the_attempt(self, queen: QueenClient, sql: Sql, queue: str) -> None:
+        put(queen, queue, 1, 2)
+        queen.nack(queen.pop(queue, batch_size=1))
+        messages = queen.pop(queue, auto_ack=True)
+        assert [(m.payload, m.attempt) for m in messages] == [(1, 2), (2, 1)]
 
     def test_a_waiting_consumer_is_woken_by_a_push(self, queen: QueenClient, sql: Sql, queue: str) -> None:
         put(queen, queue, 0)

@@ -3,7 +3,7 @@
 Measured are the pages that a call touches and the rows it fetches, statements inside the functions included;
 not time. Two sessions with the same million messages: one whose plans were made while every table was empty,
 and one that planned with full statistics. Where the server has auto_explain (PostgreSQL from a package has,
-the wheel's has not), each plan inside the functions is looked at too: index scans with a condition, no others.
+the wheel's has not), each plan inside the functions is looked at too: index scans with a condition, no other.
 """
 
 from __future__ import annotations
