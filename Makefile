@@ -13,6 +13,8 @@ PY := $(BIN)/python
 STAMP := $(VENV)/.installed
 # Extra arguments for pytest, for example: make test TESTS="tests/test_java.py -x"
 TESTS ?=
+# How many processes share the suite; a test waits for its server more than it computes.
+JOBS ?= 3
 
 .PHONY: help install lint format test demo ui bench-queue bench-spark build constraints clean
 
@@ -45,7 +47,7 @@ format: $(STAMP) ## Rewrite the Python files in the project's format
 	$(BIN)/ruff check --fix .
 
 test: $(STAMP) ## Run the whole suite against real PostgreSQL, Spark and Airflow
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest --numprocesses $(JOBS) --dist loadgroup $(TESTS)
 
 demo: $(STAMP) ## Push, sense, pop and acknowledge in one run, print what happened, leave nothing behind
 	$(PY) -m airflow_provider_queen.demo

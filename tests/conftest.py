@@ -69,6 +69,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.basetemp = str(SESSION_FOLDER.path / "tmp")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests stay together when several processes share the run (``make test`` starts three).
+
+    Those of one file, since they share its fixtures; all that need Spark, since a session takes 20 s to start;
+    and all that run Dags, since the first ``dag.test()`` of a process takes as long.
+    """
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        group = next((name for name in ("spark", "airflow_db") if name in fixtures), None)
+        item.add_marker(pytest.mark.xdist_group(group or item.nodeid.partition("::")[0]))
+
+
 @pytest.fixture(scope="session")
 def session_folder() -> Path:
     """A folder that lives as long as the run: for what several tests share."""

@@ -22,8 +22,10 @@ SOURCE, TARGET = "burst", "burst_done"
 GROUP = "workers"
 TASKS = 2
 MESSAGES_PER_TASK = 125
-HELD_AT = 15
-"""The first worker to come so far, in the middle of a batch, goes no further until it is killed."""
+BATCH = 75
+"""More than a partition has: a worker holds two at a time."""
+HELD_AT = 60
+"""The first worker to come so far, in the middle of its first batch, goes no further until it is killed."""
 FOLDER = "BURST_FOLDER"
 """The environment variable that names the folder of the two files."""
 JOURNAL, HELD = "journal", "held"
@@ -95,8 +97,8 @@ with DAG(
             process=work,
             forward_to=TARGET,
             max_messages=MESSAGES_PER_TASK,
-            batch_size=25,
-            max_partitions=5,
+            batch_size=BATCH,
+            max_partitions=2,
             retries=3,
             retry_delay=timedelta(seconds=1),
         )

@@ -642,11 +642,12 @@ class TestPoisonEnds:
         assert payloads(queen.dead_letters(queue)) == ["poison"]
         assert pending(sql, queue) == 0
 
+    @pytest.mark.parametrize("retry_limit", [0, 1, 3])
     def test_nor_when_nothing_of_the_batch_was_settled_before(
-        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue, retry_limit: int
     ) -> None:
         """All ten fail together until it is known which one kills; nine of them must survive that."""
-        queue = make_queue(retry_limit=1)
+        queue = make_queue(retry_limit=retry_limit)
         put(queen, queue, *[n if n != 6 else "poison" for n in range(10)])
         done: list[Any] = []
         for _ in range(100):

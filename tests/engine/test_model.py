@@ -12,6 +12,7 @@ For a longer search: QUEEN_MODEL_EXAMPLES=5000 pytest tests/engine/test_model.py
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,7 @@ from tests.engine.model import (
     DeadLetter,
     Delivery,
     LaneKey,
+    Lease,
     Model,
     Outcome,
     Popped,
@@ -67,8 +69,26 @@ OPTIONS: dict[str, list[Any]] = {
     "completed_retention_seconds": [0, 100],
 }
 
+# What an example is about: its queues have some of these from the start.
+THEMES: dict[str, dict[str, Any]] = {
+    "retention": {"retention_enabled": True, "retention_seconds": 200},
+    "retention of what is settled": {"retention_enabled": True, "completed_retention_seconds": 100},
+    "eviction": {"max_wait_time_seconds": 200},
+    "delay": {"delayed_processing": 100},
+    "window": {"window_buffer": 100},
+    "limit": {"max_queue_size": 8},
+    "backoff": {"retry_delay": 100_000},
+    "drop": {"dlq_after_max_retries": False},
+    "nothing special": {},
+    "nothing special either": {},
+}
+
 # What a pop names.
 REACH = st.sampled_from([*["queue"] * 5, "partition", "partition", "namespace", "task", "namespace and task"])
+
+PRIORITY = st.sampled_from([0, 0, 0, 5, 9])
+ENDINGS = ("completed", "failed", "rejected", "released")
+ENDING = st.sampled_from(["completed", "completed", "failed", "failed", "rejected", "released", None])
 
 # Every timestamp there is, but for those of rows that only people read.
 TIMES = {
@@ -198,14 +218,17 @@ class EngineFollowsModel(RuleBasedStateMachine):
 
     # What may happen
 
-    @initialize(target=queues, count=st.sampled_from([1, 1, 2]), data=st.data())
-    def use_queues(self, count: int, data: st.DataObject) -> Any:
+    @initialize(
+        target=queues,
+        count=st.sampled_from([1, 1, 2]),
+        retry_limit=st.integers(0, 2),
+        themes=st.sets(st.sampled_from(sorted(THEMES)), min_size=1, max_size=3),
+    )
+    def use_queues(self, count: int, retry_limit: int, themes: set[str]) -> Any:
         for name, options in QUEUES.items():
-            limits = {
-                "retry_limit": data.draw(st.integers(0, 3)),
-                "retry_delay": data.draw(st.sampled_from([0, 0, 100_000])),
-            }
-            self.configure_queue(name, options | limits)
+            self.configure_queue(name, options | {"retry_limit": retry_limit, "retry_delay": 0})
+            for theme in sorted(themes):
+                self.configure_queue(name, THEMES[theme])
         return multiple(*list(QUEUES)[:count])
 
     @initialize(target=groups, count=st.sampled_from([1, 1, 2, 3]))
@@ -216,10 +239,9 @@ class EngineFollowsModel(RuleBasedStateMachine):
     def use_partitions(self, count: int) -> Any:
         return multiple(*PARTITIONS[:count])
 
-    @rule(queue=queues, data=st.data())
-    def configure(self, queue: str, data: st.DataObject) -> None:
-        names = data.draw(st.lists(st.sampled_from(sorted(OPTIONS)), min_size=1, max_size=3, unique=True))
-        self.configure_queue(queue, {name: data.draw(st.sampled_from(OPTIONS[name]), name) for name in names})
+    @rule(queue=queues, option=st.sampled_from(sorted(OPTIONS)), data=st.data())
+    def configure(self, queue: str, option: str, data: st.DataObject) -> None:
+        self.configure_queue(queue, {option: data.draw(st.sampled_from(OPTIONS[option]))})
 
     def configure_queue(self, queue: str, options: dict[str, Any]) -> None:
         self.model.configure(queue, **options)
@@ -234,7 +256,7 @@ class EngineFollowsModel(RuleBasedStateMachine):
         messages=st.lists(
             st.tuples(
                 partitions,
-                st.sampled_from([0, 0, 0, 0, 5, 9]),
+                PRIORITY,
                 st.none() | st.sampled_from("abcdefgh"),
             ),
             min_size=1,
@@ -243,15 +265,6 @@ class EngineFollowsModel(RuleBasedStateMachine):
     )
     def push(self, queue: str, messages: list[tuple[str, int, str | None]]) -> None:
         self._push(queue, messages)
-
-    @rule(
-        queue=queues,
-        partition=partitions,
-        priority=st.sampled_from([0, 0, 5]),
-        count=st.integers(1, 6),
-    )
-    def push_to_one_lane(self, queue: str, partition: str, priority: int, count: int) -> None:
-        self._push(queue, [(partition, priority, None)] * count)
 
     def _push(self, queue: str, messages: list[tuple[str, int, str | None]]) -> None:
         partitions, priorities, ids = (list(column) for column in zip(*messages, strict=True))
@@ -326,20 +339,60 @@ class EngineFollowsModel(RuleBasedStateMachine):
     @rule(
         queue=queues,
         group=groups,
+        partition=partitions,
+        priority=PRIORITY,
+        new=st.integers(0, 5),
         batch_size=st.integers(1, 5),
-        times=st.sampled_from([1, 1, 2, 4]),
-        ending=st.sampled_from(["completed", "failed", "failed", "rejected", "released", "death", "death"]),
+        max_partitions=st.integers(1, 2),
+        pattern=st.lists(ENDING, min_size=1, max_size=4) | ENDING.map(lambda ending: [ending]),
+        dies=st.booleans(),
     )
-    def consume(self, queue: str, group: str, batch_size: int, times: int, ending: str) -> None:
-        """As consumers do: pop, then settle everything in one way, or die; and again."""
+    def work(
+        self,
+        queue: str,
+        group: str,
+        partition: str,
+        priority: int,
+        new: int,
+        batch_size: int,
+        max_partitions: int,
+        pattern: list[str | None],
+        dies: bool,
+    ) -> None:
+        """A producer's and a consumer's turn: endings by the pattern, over and over; None leaves a message."""
+        if new:
+            self._push(queue, [(partition, priority, None)] * new)
+        popped = self._pop(Scope(queue), group, batch_size=batch_size, max_partitions=max_partitions)
+        endings = dict(zip(((p.lease_id, p.seq) for p in popped), itertools.cycle(pattern), strict=False))
+        for lease_id in dict.fromkeys(p.lease_id for p in popped):
+            parts = {
+                kind: frozenset(
+                    seq for (lease, seq), ending in endings.items() if (lease, ending) == (lease_id, kind)
+                )
+                for kind in ENDINGS
+            }
+            self._settle([Settling(lease_id, **parts)], "it broke")
+            if dies:
+                self._die(lease_id)
+
+    @rule(
+        queue=queues,
+        group=groups,
+        partition=partitions,
+        count=st.integers(1, 4),
+        dies=st.booleans(),
+        times=st.integers(1, 4),
+    )
+    def poison(self, queue: str, group: str, partition: str, count: int, dies: bool, times: int) -> None:
+        """Messages that nobody gets done with."""
+        self._push(queue, [(partition, 0, None)] * count)
         for _ in range(times):
-            popped = self._pop(Scope(queue), group, batch_size=batch_size, max_partitions=2)
-            for lease_id in dict.fromkeys(p.lease_id for p in popped):
-                if ending == "death":
+            for lease_id in {p.lease_id for p in self._pop(Scope(queue, partition), group, batch_size=count)}:
+                reader = self.model.reader_of(lease_id)
+                if dies or reader is None or reader.lease is None:
                     self._die(lease_id)
                 else:
-                    seqs = frozenset(p.seq for p in popped if p.lease_id == lease_id)
-                    self._settle([Settling(lease_id, **{ending: seqs})], "it broke")
+                    self._settle([Settling(lease_id, failed=frozenset(reader.lease.held))])
             self.compare()
 
     @rule(queue=queues, group=groups, batch_size=st.integers(1, 5))
@@ -384,29 +437,30 @@ class EngineFollowsModel(RuleBasedStateMachine):
     @rule(data=st.data(), error=st.sampled_from([None, "it broke"]))
     def settle(self, data: st.DataObject, error: str | None) -> None:
         """Of one or more leases any part, each message in any way; sometimes what is not theirs any more."""
-        live = [lease_id for lease_id in self.lease_ids if self.model.reader_of(lease_id)]
-        choice = st.sampled_from(live) if live else st.nothing()
-        if data.draw(st.integers(0, 9)) == 0 or not live:
-            choice = st.sampled_from(self.lease_ids)
-        lease_ids = data.draw(st.lists(choice, min_size=1, max_size=2, unique=True))
+        lease_ids = self._draw_leases(data)
         self._settle([self._draw_settling(lease_id, data) for lease_id in lease_ids], error)
+
+    def live(self) -> list[Lease]:
+        """The leases that nobody has taken over, run out or not."""
+        return [reader.lease for reader in self.model.readers.values() if reader.lease is not None]
+
+    def _draw_leases(self, data: st.DataObject) -> list[object]:
+        """Mostly such as can be settled, sometimes others."""
+        live = [lease.id for lease in self.live()]
+        among = live if live and data.draw(st.integers(0, 9)) else self.lease_ids
+        return data.draw(st.lists(st.sampled_from(among), min_size=1, max_size=2, unique=True))
 
     def _draw_settling(self, lease_id: object, data: st.DataObject) -> Settling:
         reader = self.model.reader_of(lease_id)
         seqs = sorted(reader.lease.held) if reader and reader.lease else [1]
         if data.draw(st.integers(0, 19)) == 0:
             seqs.append(max(seqs) + 1)
-        kinds = st.sampled_from(["completed", "completed", "failed", "failed", "rejected", "released", None])
-        if data.draw(st.booleans()):
-            kind = data.draw(kinds)
-            outcomes = [kind] * len(seqs)
-        else:
-            outcomes = data.draw(st.lists(kinds, min_size=len(seqs), max_size=len(seqs)))
+        outcomes = data.draw(st.lists(ENDING, min_size=len(seqs), max_size=len(seqs)))
         return Settling(
             lease_id,
             **{
                 kind: frozenset(seq for seq, outcome in zip(seqs, outcomes, strict=True) if outcome == kind)
-                for kind in ("completed", "failed", "rejected", "released")
+                for kind in ENDINGS
             },
         )
 
@@ -416,10 +470,7 @@ class EngineFollowsModel(RuleBasedStateMachine):
                 "SELECT * FROM queen.settle(%s::uuid[], %s::int8multirange[], %s::int8multirange[],"
                 " %s::int8multirange[], %s::int8multirange[], %s)",
                 [s.lease_id for s in settlings],
-                *[
-                    [_multirange(getattr(s, kind)) for s in settlings]
-                    for kind in ("completed", "failed", "rejected", "released")
-                ],
+                *[[_multirange(getattr(s, kind)) for s in settlings] for kind in ENDINGS],
                 error,
             )
             named = [s.lease_id for s in settlings if s.named]
@@ -428,17 +479,15 @@ class EngineFollowsModel(RuleBasedStateMachine):
 
         self.same(lambda: self.model.settle(settlings, error), call)
 
-    @precondition(lambda self: self.lease_ids)
+    @precondition(lambda self: self.live())
     @rule()
     def acknowledge_everything(self) -> None:
-        live = [r.lease for r in self.model.readers.values() if r.lease is not None]
-        if live:
-            self._settle([Settling(lease.id, completed=frozenset(lease.held)) for lease in live])
+        self._settle([Settling(lease.id, completed=frozenset(lease.held)) for lease in self.live()])
 
     @precondition(lambda self: self.lease_ids)
     @rule(data=st.data(), seconds=st.sampled_from([100, 300, 500]))
     def renew(self, data: st.DataObject, seconds: int) -> None:
-        lease_ids = data.draw(st.lists(st.sampled_from(self.lease_ids), min_size=1, max_size=2, unique=True))
+        lease_ids = self._draw_leases(data)
         self.same(
             lambda: self.model.renew(lease_ids, seconds) or lease_ids,
             lambda: [
@@ -447,13 +496,13 @@ class EngineFollowsModel(RuleBasedStateMachine):
             ],
         )
 
-    @precondition(lambda self: self.lease_ids)
+    @precondition(lambda self: self.live())
     @rule(data=st.data())
     def a_consumer_dies(self, data: st.DataObject) -> None:
-        """Its lease runs out now, and whoever has waited for that may look."""
-        self._die(data.draw(st.sampled_from(self.lease_ids)))
+        self._die(data.draw(st.sampled_from(self.live())).id)
 
     def _die(self, lease_id: object) -> None:
+        """The lease runs out now, and whoever has waited for that may look."""
         reader = self.model.reader_of(lease_id)
         if reader is None or reader.lease is None:
             return
@@ -471,13 +520,44 @@ class EngineFollowsModel(RuleBasedStateMachine):
             [lease_id],
         )
 
-    @rule(hundreds=st.sampled_from([1, 1, 2, 3]))
-    def time_passes(self, hundreds: int) -> None:
+    @rule(
+        hundreds=st.sampled_from([1, 1, 2, 3]),
+        queue=queues,
+        job=st.sampled_from([None, "reclaim", "evict", "evict", "retain", "retain", "retain"]),
+        max_rows=st.sampled_from([1, 2, 10000, 10000]),
+    )
+    def time_passes(self, hundreds: int, queue: str, job: str | None, max_rows: int) -> None:
         seconds = hundreds * 100 + 1
         self.model.advance(seconds)
         for table, columns in TIMES.items():
             moves = ", ".join(f"{column} = {column} - make_interval(secs => {seconds})" for column in columns)
             self.connection.execute(f"UPDATE queen.{table} SET {moves}")  # type: ignore[arg-type]
+        if job is not None:
+            self._run_job(job, queue, max_rows)
+
+    @rule(
+        job=st.sampled_from(["reclaim", "evict", "retain"]),
+        queue=queues,
+        max_rows=st.sampled_from([1, 2, 10000, 10000]),
+    )
+    def run_job(self, job: str, queue: str, max_rows: int) -> None:
+        self._run_job(job, queue, max_rows)
+
+    def _run_job(self, job: str, queue: str, max_rows: int) -> None:
+        if job == "reclaim":
+            self.same(
+                lambda: self.model.reclaim(queue),
+                lambda: self.sql("SELECT queen.reclaim(%s) AS n", queue)[0]["n"],
+            )
+        elif job == "evict":
+            rows = self.sql("SELECT * FROM queen.evict(%s, %s)", queue, max_rows)
+            assert all(row["queue_name"] == queue for row in rows)
+            evicted = {row["consumer_group"]: row["evicted"] for row in rows}
+            assert evicted == self.model.evict(queue, self._new_expiries(), self._new_evictions(), max_rows)
+        else:
+            rows = self.sql("SELECT * FROM queen.retain(%s)", queue)
+            deleted = [(row["partition"], row["retention_type"], row["deleted"]) for row in rows]
+            assert sorted(deleted) == sorted(self.model.retain(queue))
 
     def _a_time(self, data: st.DataObject) -> tuple[float, Any]:
         """A moment, for the model and for the engine: a message's, which is not before it, or one to come."""
@@ -510,12 +590,31 @@ class EngineFollowsModel(RuleBasedStateMachine):
             )[0]["moved"],
         )  # fmt: skip
 
-    @rule(group=groups, queue=st.none() | queues)
-    def delete_group(self, group: str, queue: str | None) -> None:
-        self.same(
-            lambda: self.model.delete_group(group, queue),
-            lambda: self.sql("SELECT queen.delete_consumer_group(%s, %s) AS n", group, queue)[0]["n"],
-        )
+    @rule(
+        what=st.sampled_from(["forget a group", "purge dead letters", "roll back", "roll back"]),
+        queue=queues,
+        partition=partitions,
+        reach=REACH,
+        group=groups,
+        narrow=st.booleans(),
+    )
+    def seldom(self, what: str, queue: str, partition: str, reach: str, group: str, narrow: bool) -> None:
+        """Rules come up equally often; what would end most other things shares one."""
+        if what == "forget a group":
+            where = queue if narrow else None
+            self.same(
+                lambda: self.model.delete_group(group, where),
+                lambda: self.sql("SELECT queen.delete_consumer_group(%s, %s) AS n", group, where)[0]["n"],
+            )
+        elif what == "purge dead letters":
+            ids = [d.id for d in self.model.dead_letters if d.id is not None][:2] if narrow else None
+            purge = "SELECT queen.purge_dead_letters(%s, %s::bigint[], %s) AS n"
+            self.same(
+                lambda: self.model.purge(queue, ids, group),
+                lambda: self.sql(purge, queue, ids, group)[0]["n"],
+            )
+        else:
+            self._roll_back(_scope(reach, queue, partition), group, in_transaction=narrow)
 
     @precondition(lambda self: self.model.dead_letters)
     @rule(
@@ -541,54 +640,17 @@ class EngineFollowsModel(RuleBasedStateMachine):
             ],
         )
 
-    @precondition(lambda self: self.model.dead_letters)
-    @rule(
-        queue=queues,
-        by_id=st.booleans(),
-        group=st.none() | groups,
-        data=st.data(),
-    )
-    def purge(self, queue: str, by_id: bool, group: str | None, data: st.DataObject) -> None:
-        ids = self._draw_dead_letters(data) if by_id else None
-        self.same(
-            lambda: self.model.purge(queue, ids, group),
-            lambda: self.sql("SELECT queen.purge_dead_letters(%s, %s::bigint[], %s) AS n", queue, ids, group)[
-                0
-            ]["n"],
-        )
-
     def _draw_dead_letters(self, data: st.DataObject) -> list[int]:
         ids = sorted(d.id for d in self.model.dead_letters if d.id is not None)
         return data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=3, unique=True))
 
-    @rule(queue=queues)
-    def reclaim(self, queue: str) -> None:
-        self.same(
-            lambda: self.model.reclaim(queue),
-            lambda: self.sql("SELECT queen.reclaim(%s) AS n", queue)[0]["n"],
-        )
-
-    @rule(queue=queues, max_rows=st.sampled_from([1, 2, 10000]))
-    def evict(self, queue: str, max_rows: int) -> None:
-        rows = self.sql("SELECT * FROM queen.evict(%s, %s)", queue, max_rows)
-        assert all(row["queue_name"] == queue for row in rows)
-        evicted = {row["consumer_group"]: row["evicted"] for row in rows}
-        assert evicted == self.model.evict(queue, self._new_expiries(), self._new_evictions(), max_rows)
-
-    @rule(queue=queues)
-    def retain(self, queue: str) -> None:
-        rows = self.sql("SELECT * FROM queen.retain(%s)", queue)
-        deleted = [(row["partition"], row["retention_type"], row["deleted"]) for row in rows]
-        assert sorted(deleted) == sorted(self.model.retain(queue))
-
-    @rule(queue=queues, partition=partitions, reach=REACH, group=groups, in_transaction=st.booleans())
-    def roll_back(self, queue: str, partition: str, reach: str, group: str, in_transaction: bool) -> None:
+    def _roll_back(self, scope: Scope, group: str, in_transaction: bool) -> None:
         """A consumer takes messages, finishes them, pushes onward, and crashes before it commits."""
         with self.connection.transaction(force_rollback=True):
             rows = self.sql(
                 "SELECT * FROM queen.pop(%(queue)s, %(partition)s, %(group)s, 3, 2,"
                 " namespace => %(namespace)s, task => %(task)s, in_transaction => %(in_transaction)s)",
-                **vars(_scope(reach, queue, partition)),
+                **vars(scope),
                 group=group,
                 in_transaction=in_transaction,
             )

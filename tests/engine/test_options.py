@@ -254,6 +254,18 @@ class TestDelayedProcessing:
         queen.configure_queue(queue, delayed_processing=0)
         assert payloads(queen.pop(queue)) == [1]
 
+    def test_another_delay_cuts_no_backoff_short(
+        self, queen: QueenClient, sql: Sql, make_queue: MakeQueue
+    ) -> None:
+        queue = make_queue(retry_delay=100_000)
+        put(queen, queue, 1)
+        queen.nack(queen.pop(queue))
+        queen.configure_queue(queue, delayed_processing=1)
+        queen.configure_queue(queue, delayed_processing=0)
+        assert queen.pop(queue) == []
+        pass_time(sql, queue, 101)
+        assert payloads(queen.pop(queue)) == [1]
+
     def test_a_waiting_consumer_gets_it_when_it_is_due(
         self, queen: QueenClient, make_queue: MakeQueue
     ) -> None:
