@@ -7,6 +7,7 @@ retry of it. Only retention may remove rows meanwhile. No snapshot is held open.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -125,13 +126,15 @@ class QueenReader(DataSourceReader):
                 if rows:
                     yield to_batch(unsealed(rows, fetched, len(names), keyring), schema)
 
+    @abstractmethod
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
-        raise NotImplementedError
+        """What each task reads; on the driver."""
 
+    @abstractmethod
     def fetch(
         self, connection: psycopg.Connection[Any], columns: Sequence[str], part: Slice
     ) -> Iterator[list[Row]]:
-        raise NotImplementedError
+        """The rows of a slice, a batch at a time; on an executor."""
 
 
 def unsealed(rows: list[Row], columns: Sequence[str], kept: int, keyring: Keyring | None) -> list[Row]:

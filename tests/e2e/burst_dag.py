@@ -17,7 +17,6 @@ from airflow_provider_queen.client import Message
 from airflow_provider_queen.operators.pop import QueenPopOperator
 from airflow_provider_queen.triggers.messages import QueenMessageTrigger
 
-DAG_ID = "burst"
 SOURCE, TARGET = "burst", "burst_done"
 GROUP = "workers"
 TASKS = 2
@@ -84,7 +83,7 @@ backlog = Asset(
 )
 
 with DAG(
-    dag_id=DAG_ID,
+    dag_id="burst",
     schedule=[backlog],
     start_date=datetime(2025, 1, 1, tzinfo=UTC),
     max_active_runs=1,

@@ -24,6 +24,7 @@ from airflow_provider_queen.demo.session import Session
 from airflow_provider_queen.demo.worker import PROCESSES, is_healthy
 from airflow_provider_queen.embedded.guard import GuardedFolder
 from airflow_provider_queen.embedded.postgres import PostgresServer
+from airflow_provider_queen.exceptions import QueenError
 from tests.e2e import burst_dag
 from tests.e2e.burst_dag import GROUP, MESSAGES_PER_TASK, SOURCE, TARGET, TASKS
 from tests.e2e.processes import Processes
@@ -84,12 +85,11 @@ class Airflow:
         with psycopg.connect(dsn, autocommit=True) as connection:
             return connection.execute(statement).fetchall()
 
-    def wait_for(self, what: str, condition: Callable[[], T], seconds: float = LONGEST_SECONDS) -> T:
+    def wait_for(self, what: str, condition: Callable[[], T]) -> T:
         """Wait until it holds, and Airflow runs; what it says then."""
-        deadline = min(time.monotonic() + seconds, self._deadline)
         while not (result := condition()):
             assert not (ended := self.processes.ended()), f"{', '.join(ended)} ended by itself"
-            assert time.monotonic() < deadline, f"waited too long for {what}"
+            assert time.monotonic() < self._deadline, f"waited too long for {what}"
             time.sleep(0.2)
         return result
 
@@ -128,18 +128,22 @@ class Airflow:
             return [tuple(json.loads(line)) for line in lines]
         return []
 
-    def report(self) -> dict[str, str]:
-        """What to look at where the test failed."""
+    def logs(self) -> dict[str, str]:
+        """Where each process, the last tasks and PostgreSQL ended."""
         logs = self.processes.logs()
         tasks = sorted((self._folder.path / "airflow" / "logs").rglob("task_id=*/*.log"))
         for path in tasks[-4:]:
             logs["/".join(path.parts[-3:])] = path.read_text(errors="replace")
         logs["PostgreSQL"] = self._server.log()
-        states = {
-            "the journal": [f"{len(self.journal())} lines", f"held worker: {self.held_worker()}"],
+        return {name: text[-TAIL_CHARACTERS:] for name, text in logs.items()}
+
+    def states(self) -> dict[str, str]:
+        """What both databases say."""
+        states: dict[str, list[Any]] = {
             "rings": [self.rings()],
             "runs": self.query("SELECT run_id, state, start_date, end_date FROM dag_run ORDER BY id"),
             "tasks": self.query("SELECT run_id, task_id, state, try_number FROM task_instance ORDER BY 1, 2"),
+            "journal": [f"{len(self.journal())} lines; held worker: {self.held_worker()}"],
         }
         with QueenClient(self.queue_dsn) as queue:
             states["queues"] = [
@@ -147,9 +151,7 @@ class Airflow:
                 f" {row.in_flight} in flight, {row.total_completed} completed, {row.dead_letters} dead"
                 for row in queue.stats()
             ]
-        return {name: text[-TAIL_CHARACTERS:] for name, text in logs.items()} | {
-            name: "\n".join(map(str, rows)) for name, rows in states.items()
-        }
+        return {name: "\n".join(map(str, rows)) for name, rows in states.items()}
 
 
 def free_port() -> int:
@@ -168,11 +170,12 @@ def running_airflow(test: pytest.Item) -> Iterator[Airflow]:
                 airflow.create_tables()
                 migrate(airflow.queue_dsn)
                 yield airflow
-            except BaseException as error:
-                if not isinstance(error, KeyboardInterrupt | SystemExit):
-                    with suppress(psycopg.Error):  # it was not there yet
-                        for name, text in airflow.report().items():
-                            test.add_report_section("call", f"end of {name}", text)
+            except (Exception, pytest.fail.Exception):  # the latter is pytest's time limit
+                for name, text in airflow.logs().items():
+                    test.add_report_section("call", f"end of {name}", text)
+                with suppress(psycopg.Error, QueenError):  # perhaps there are no tables yet
+                    for name, text in airflow.states().items():
+                        test.add_report_section("call", name, text)
                 raise
 
 

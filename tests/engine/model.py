@@ -669,9 +669,7 @@ class Model:
         if ids is None:
             chosen = chosen[:max_rows]
         todo = [d for d in chosen if d.requeued_as is None]
-        results = self.push(
-            queue, [(d.lane.partition, d.lane.priority, f"requeue:{d.id}", d.payload) for d in todo]
-        )
+        results = self.push(queue, [(d.lane.partition, d.lane.priority, None, d.payload) for d in todo])
         for letter, result in zip(todo, results, strict=True):
             assert result.status == "queued"
             letter.requeued_as = result.seq

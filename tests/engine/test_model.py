@@ -359,7 +359,7 @@ class EngineFollowsModel(RuleBasedStateMachine):
         pattern: list[str | None],
         dies: bool,
     ) -> None:
-        """A producer's and a consumer's turn: endings by the pattern, over and over; None leaves a message."""
+        """A producer's and a consumer's turn: endings by the pattern, in turn; None leaves a message."""
         if new:
             self._push(queue, [(partition, priority, None)] * new)
         popped = self._pop(Scope(queue), group, batch_size=batch_size, max_partitions=max_partitions)
@@ -393,7 +393,6 @@ class EngineFollowsModel(RuleBasedStateMachine):
                     self._die(lease_id)
                 else:
                     self._settle([Settling(lease_id, failed=frozenset(reader.lease.held))])
-            self.compare()
 
     @rule(queue=queues, group=groups, batch_size=st.integers(1, 5))
     def pop_everything(self, queue: str, group: str, batch_size: int) -> None:
@@ -430,7 +429,7 @@ class EngineFollowsModel(RuleBasedStateMachine):
             **asked,
         )
         self.lease_ids += [p.lease_id for p in popped if p.lease_id and p.lease_id not in self.lease_ids]
-        self.compare()
+        self._compare_logs()
         return popped
 
     @precondition(lambda self: self.lease_ids)
@@ -480,26 +479,25 @@ class EngineFollowsModel(RuleBasedStateMachine):
         self.same(lambda: self.model.settle(settlings, error), call)
 
     @precondition(lambda self: self.live())
-    @rule()
-    def acknowledge_everything(self) -> None:
-        self._settle([Settling(lease.id, completed=frozenset(lease.held)) for lease in self.live()])
-
-    @precondition(lambda self: self.lease_ids)
-    @rule(data=st.data(), seconds=st.sampled_from([100, 300, 500]))
-    def renew(self, data: st.DataObject, seconds: int) -> None:
-        lease_ids = self._draw_leases(data)
-        self.same(
-            lambda: self.model.renew(lease_ids, seconds) or lease_ids,
-            lambda: [
-                row["lease_id"]
-                for row in self.sql("SELECT * FROM queen.renew(%s::uuid[], %s)", lease_ids, seconds)
-            ],
-        )
-
-    @precondition(lambda self: self.live())
-    @rule(data=st.data())
-    def a_consumer_dies(self, data: st.DataObject) -> None:
-        self._die(data.draw(st.sampled_from(self.live())).id)
+    @rule(
+        what=st.sampled_from(["ack", "death", "death", "renewal"]),
+        seconds=st.sampled_from([100, 300, 500]),
+        data=st.data(),
+    )
+    def leases(self, what: str, seconds: int, data: st.DataObject) -> None:
+        if what == "ack":
+            self._settle([Settling(lease.id, completed=frozenset(lease.held)) for lease in self.live()])
+        elif what == "death":
+            self._die(data.draw(st.sampled_from(self.live())).id)
+        else:
+            lease_ids = self._draw_leases(data)
+            self.same(
+                lambda: self.model.renew(lease_ids, seconds) or lease_ids,
+                lambda: [
+                    row["lease_id"]
+                    for row in self.sql("SELECT * FROM queen.renew(%s::uuid[], %s)", lease_ids, seconds)
+                ],
+            )
 
     def _die(self, lease_id: object) -> None:
         """The lease runs out now, and whoever has waited for that may look."""
@@ -521,27 +519,25 @@ class EngineFollowsModel(RuleBasedStateMachine):
         )
 
     @rule(
-        hundreds=st.sampled_from([1, 1, 2, 3]),
+        hundreds=st.sampled_from([0, 1, 1, 2, 3]),
         queue=queues,
-        job=st.sampled_from([None, "reclaim", "evict", "evict", "retain", "retain", "retain"]),
+        jobs=st.sampled_from(
+            [(), ("reclaim",), ("evict",), ("retain",), ("evict", "retain"), ("retain", "evict")]
+        ),
         max_rows=st.sampled_from([1, 2, 10000, 10000]),
     )
-    def time_passes(self, hundreds: int, queue: str, job: str | None, max_rows: int) -> None:
-        seconds = hundreds * 100 + 1
+    def time_passes(self, hundreds: int, queue: str, jobs: tuple[str, ...], max_rows: int) -> None:
+        if hundreds:
+            self._advance(hundreds * 100 + 1)
+        for job in jobs:
+            self._run_job(job, queue, max_rows)
+            self._compare_logs()
+
+    def _advance(self, seconds: int) -> None:
         self.model.advance(seconds)
         for table, columns in TIMES.items():
             moves = ", ".join(f"{column} = {column} - make_interval(secs => {seconds})" for column in columns)
             self.connection.execute(f"UPDATE queen.{table} SET {moves}")  # type: ignore[arg-type]
-        if job is not None:
-            self._run_job(job, queue, max_rows)
-
-    @rule(
-        job=st.sampled_from(["reclaim", "evict", "retain"]),
-        queue=queues,
-        max_rows=st.sampled_from([1, 2, 10000, 10000]),
-    )
-    def run_job(self, job: str, queue: str, max_rows: int) -> None:
-        self._run_job(job, queue, max_rows)
 
     def _run_job(self, job: str, queue: str, max_rows: int) -> None:
         if job == "reclaim":
@@ -664,11 +660,14 @@ class EngineFollowsModel(RuleBasedStateMachine):
     @invariant()
     def compare(self) -> None:
         if self.model.queues:
-            self._compare_dead_letters()
-            self._compare_deliveries()
+            self._compare_logs()
             self._compare_depth()
             self._compare_stats()
             assert self.sql(FIND_BROKEN) == []
+
+    def _compare_logs(self) -> None:
+        self._compare_dead_letters()
+        self._compare_deliveries()
 
     def _compare_dead_letters(self) -> None:
         rows = self.sql(

@@ -171,7 +171,9 @@ def test_a_bad_key_is_refused_and_not_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("keys", [KEY, [KEY], f"{KEY},{Keyring.generate_key()}"])
+@pytest.mark.parametrize(
+    "keys", [KEY, [KEY], f"{KEY},{Keyring.generate_key()}"], ids=["one", "a list", "two in a string"]
+)
 def test_encryption_keys_come_from_the_connection(make_hook: Make, keys: Any) -> None:
     hook = make_hook(extra={"encryption_keys": keys})
     hook.configure_queue("vault", encryption_enabled=True)
