@@ -217,10 +217,8 @@ def partition_independence(bench: Bench, many: int) -> None:
                 [queue, ["1"] * len(names), names],
             )
         started = time.perf_counter()
-        while bench.connection.execute(
-            b"SELECT 1 FROM queen.pop(%b, batch_size => 9999, max_partitions => 1000, auto_ack => true) LIMIT 1",
-            [queue],
-        ).fetchone():
+        drain = b"SELECT 1 FROM queen.pop(%b, NULL, NULL, 10000, 1000, auto_ack => true) LIMIT 1"
+        while bench.connection.execute(drain, [queue]).fetchone():
             pass
         bench.note(f"{count:,} partitions drained in {time.perf_counter() - started:.1f} s")
         bench.aside.execute("VACUUM ANALYZE queen.consumers")

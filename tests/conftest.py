@@ -73,8 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Which tests stay together when several processes share the run (``make test`` starts three).
 
-    Those of one file, since they share its fixtures; all that need Spark, since a session takes 20 s to start;
-    and all that run Dags, since the first ``dag.test()`` of a process takes as long.
+    Those of one file, since they share its fixtures; all that need Spark, since a session takes 20 s to
+    start; and all that run Dags, since the first ``dag.test()`` of a process takes as long.
     """
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
