@@ -7,6 +7,10 @@
 --   4. the consumers    row locks, by ascending id where one waits for them; pops skip what is locked
 -- A pop goes against it once, from 4 to 3, to call a lane drained: there it only tries, and never waits.
 -- A caller's own transaction may combine calls in any order; PostgreSQL then breaks a circle with 40P01.
+--
+-- Functions that look things up carry settings: the search path, so that nobody's objects come in between; no
+-- sequential scans, since a plan may be made while a table is empty and kept when it is not; and with that no JIT, which
+-- would take the price put on a forbidden scan for a long query.
 
 -- A message's id is its address, so none is stored: a UUID of version 8 over (lane, seq).
 CREATE OR REPLACE FUNCTION queen.message_id(lane_id bigint, seq bigint)
@@ -228,6 +232,7 @@ RETURNS bigint
 LANGUAGE plpgsql STABLE
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 DECLARE
     low bigint;  -- known to be before

@@ -66,6 +66,7 @@ RETURNS void
 LANGUAGE sql VOLATILE
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
     UPDATE queen.queue_groups AS g
     SET priorities = found.priorities
@@ -112,6 +113,7 @@ RETURNS void
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 #variable_conflict use_column
 DECLARE

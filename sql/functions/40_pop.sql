@@ -8,6 +8,7 @@ RETURNS bigint
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 DECLARE
     buried bigint;
@@ -50,6 +51,7 @@ CREATE OR REPLACE FUNCTION queen.count_failures(
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 #variable_conflict use_column
 BEGIN
@@ -79,6 +81,7 @@ RETURNS integer
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 DECLARE
     forgotten integer;
@@ -178,6 +181,7 @@ RETURNS queen.consumer_states
 LANGUAGE plpgsql STABLE
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 DECLARE
     state queen.consumer_states;

@@ -284,6 +284,7 @@ RETURNS SETOF queen.lease_expiry
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 #variable_conflict use_column
 DECLARE

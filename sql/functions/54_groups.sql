@@ -11,6 +11,7 @@ RETURNS integer
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 #variable_conflict use_column
 DECLARE

@@ -8,6 +8,7 @@ RETURNS SETOF queen.messages
 LANGUAGE plpgsql STABLE
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 #variable_conflict use_column
 DECLARE
@@ -66,6 +67,7 @@ RETURNS SETOF queen.messages
 LANGUAGE sql STABLE
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
     SELECT v.* FROM queen.messages AS v
     WHERE v.trace_id = trace.trace_id

@@ -74,6 +74,7 @@ RETURNS TABLE (lane_id bigint, deleted bigint)
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 #variable_conflict use_column
 DECLARE

@@ -598,7 +598,7 @@ class Model:
 
     def in_flight(self, queue: str, group: str) -> int:
         return sum(
-            len(reader.lease.held)
+            len([seq for seq in reader.lease.held if seq > reader.lane.floor])
             for (key, name), reader in self.readers.items()
             if key.queue == queue and name == group and reader.lease and self.is_leased(reader)
         )

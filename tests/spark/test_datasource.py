@@ -143,6 +143,7 @@ def test_an_empty_queue_has_no_rows(session: SparkSession, database: psycopg.Con
         ({}, "seq STRING", "is bigint, not string"),
     ],
 )
+@pytest.mark.usefixtures("spark")  # which StructType.fromDDL asks
 def test_mistakes_are_named(options: dict[str, str], columns: str, sentence: str) -> None:
     source = QueenDataSource(options)
     source.connection = ConnectionInfo("dbname=q")
