@@ -9,7 +9,7 @@
 -- A caller's own transaction may combine calls in any order; PostgreSQL then breaks a circle with 40P01.
 --
 -- Functions that look things up carry settings: the search path, so that nobody's objects come in between; no
--- sequential scans, since a plan may be made while a table is empty and kept when it is not; and with that no JIT, which
+-- sequential scans, since a plan may be made while a table is empty and kept when it is not; with that no JIT, which
 -- would take the price put on a forbidden scan for a long query.
 
 -- A message's id is its address, so none is stored: a UUID of version 8 over (lane, seq).
