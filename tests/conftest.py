@@ -80,6 +80,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         group = next((name for name in ("spark", "airflow_db") if name in fixtures), None)
         item.add_marker(pytest.mark.xdist_group(group or item.nodeid.partition("::")[0]))
+    # The longest first, so that no process is left alone with one of them at the end.
+    long = (
+        "tests/e2e/",
+        "tests/demo/test_demo.py",
+        "tests/spark/",
+        "tests/dags/",
+        "tests/engine/test_model.py",
+    )
+    items.sort(
+        key=lambda item: next((i for i, path in enumerate(long) if item.nodeid.startswith(path)), len(long))
+    )
 
 
 @pytest.fixture(scope="session")

@@ -670,13 +670,15 @@ class Model:
             chosen = chosen[:max_rows]
         todo = [d for d in chosen if d.requeued_as is None]
         results = self.push(queue, [(d.lane.partition, d.lane.priority, None, d.payload) for d in todo])
+        if chosen:
+            self.groups |= {(queue, name) for name in self.groups_of(queue)}
         for letter, result in zip(todo, results, strict=True):
             assert result.status == "queued"
             letter.requeued_as = result.seq
-            for group in self.groups_of(queue):
-                self._meet_lane(group, self.lanes[letter.lane])
-            for (lane, group), reader in self.readers.items():
-                if lane == letter.lane and group != letter.group:
+            for name in self.groups_of(queue):
+                self._meet_lane(name, self.lanes[letter.lane])
+            for (lane, name), reader in self.readers.items():
+                if lane == letter.lane and name != letter.group:
                     reader.settled.add(result.seq)
         return [(d.id or 0, d.lane.partition, d.requeued_as or 0) for d in chosen]
 
