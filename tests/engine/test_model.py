@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import UUID
 
@@ -50,6 +50,8 @@ from tests.engine.model import (
     Scope,
     Settling,
 )
+
+pytestmark = pytest.mark.postgres
 
 QUEUES = {"orders": {"namespace": "shop", "task": "pack"}, "refunds": {"namespace": "shop"}}
 GROUPS = [QUEUE_MODE, "audit", "mail"]
@@ -834,10 +836,115 @@ def search(
 
 
 @pytest.mark.slow
-@pytest.mark.postgres
 @pytest.mark.timeout(1800)  # a failure is made small before it is shown
 def test_the_engine_does_what_the_model_says(queen_dsn: str) -> None:
     with psycopg.connect(queen_dsn, autocommit=True, row_factory=dict_row) as connection:
         wanted = os.environ.get("QUEEN_MODEL_EXAMPLES")
         usual = 200 if connection.info.server_version >= 180000 else 40
         search(connection, int(wanted or usual), derandomize=not wanted)
+
+
+# What it once found, each as short as it gets: here a failure has a name, and needs no luck.
+
+
+@pytest.fixture
+def machine(queen_dsn: str) -> Iterator[EngineFollowsModel]:
+    """Played by hand; steps check the engine against the model as they do in an example."""
+    with psycopg.connect(queen_dsn, autocommit=True, row_factory=dict_row) as connection:
+        machine = type("Machine", (EngineFollowsModel,), {"connection": connection})()
+        machine.use_queues(count=1, retry_limit=3, retry_delay=0, themes=set())
+        yield machine
+
+
+ORDERS = Scope("orders")
+DEFAULT = ("Default", 0, None)
+
+
+def test_a_higher_priority_comes_first_also_after_its_lease_ran_out(machine: EngineFollowsModel) -> None:
+    machine._push("orders", [("Default", 9, None), ("Default", 0, None)])
+    [first] = machine._pop(ORDERS, QUEUE_MODE, batch_size=1)
+    machine._die(first.lease_id)
+    [again] = machine._pop(ORDERS, QUEUE_MODE, batch_size=1, max_partitions=2)
+    assert again.lane.priority == 9
+    machine.compare()
+
+
+def test_backoff_is_that_of_the_messages_that_come_again(machine: EngineFollowsModel) -> None:
+    machine.configure_queue("orders", {"retry_limit": 1, "retry_delay": 100_000})
+    machine._push("orders", [DEFAULT])
+    for seqs in ([1], [1, 2]):
+        popped = machine._pop(ORDERS, QUEUE_MODE, batch_size=2)
+        assert [p.seq for p in popped] == seqs
+        machine._settle([Settling(popped[0].lease_id, failed=frozenset(seqs))])
+        machine._push("orders", [DEFAULT])
+        machine._advance(101)
+    assert [p.seq for p in machine._pop(ORDERS, QUEUE_MODE, batch_size=2)] == [2, 3]
+    machine.compare()
+
+
+def test_a_lease_that_was_cut_short_ends_for_who_ran_into_it(machine: EngineFollowsModel) -> None:
+    machine._push("orders", [DEFAULT])
+    [first] = machine._pop(ORDERS, QUEUE_MODE, batch_size=1, lease_seconds=300)
+    assert machine._pop(ORDERS, QUEUE_MODE, batch_size=1) == []
+    machine.model.renew([first.lease_id], 100)
+    machine.sql("SELECT * FROM queen.renew(%s::uuid[], 100)", [first.lease_id])
+    machine._advance(101)
+    assert machine._pop(ORDERS, QUEUE_MODE, batch_size=1)
+    machine.compare()
+
+
+def test_a_message_without_an_id_is_never_a_duplicate(machine: EngineFollowsModel) -> None:
+    machine._push("orders", [("Default", 0, "a")])
+    machine._push("orders", [DEFAULT, ("Default", 0, "a"), DEFAULT])
+    machine._push("orders", [DEFAULT])
+    assert len(machine._pop(ORDERS, QUEUE_MODE, batch_size=10)) == 4
+    machine.compare()
+
+
+def test_attempts_count_with_auto_ack_too(machine: EngineFollowsModel) -> None:
+    machine._push("orders", [DEFAULT])
+    [first] = machine._pop(ORDERS, QUEUE_MODE, batch_size=1)
+    machine._die(first.lease_id)
+    [again] = machine._pop(ORDERS, QUEUE_MODE, batch_size=1, auto_ack=True)
+    assert again.attempt == 2
+    machine.compare()
+
+
+def test_a_requeued_message_is_for_one_group_also_where_others_have_not_met_it(
+    machine: EngineFollowsModel,
+) -> None:
+    machine._pop(ORDERS, "audit", batch_size=1)
+    machine._push("orders", [DEFAULT])
+    [first] = machine._pop(ORDERS, QUEUE_MODE, batch_size=1)
+    machine._settle([Settling(first.lease_id, rejected=frozenset({1}))])
+    machine.compare()
+    machine.requeue(queue="orders", by_id=False, group=None, max_rows=10, data=None)
+    assert [p.seq for p in machine._pop(ORDERS, QUEUE_MODE, batch_size=5)] == [2]
+    assert [p.seq for p in machine._pop(ORDERS, "audit", batch_size=5)] == [1]
+    machine.compare()
+
+
+@pytest.mark.parametrize("step", ["nack", "renew"])
+def test_a_lease_whose_messages_retention_removed(machine: EngineFollowsModel, step: str) -> None:
+    machine.configure_queue("orders", {"retention_enabled": True, "retention_seconds": 200})
+    machine._push("orders", [DEFAULT])
+    [first] = machine._pop(ORDERS, QUEUE_MODE, batch_size=1, lease_seconds=100)
+    machine._advance(201)
+    machine._run_job("retain", "orders", 10)
+    machine._push("orders", [DEFAULT])
+    if step == "nack":
+        machine._settle([Settling(first.lease_id, failed=frozenset({1}))])
+    else:
+        machine.model.renew([first.lease_id], 100)
+        machine.sql("SELECT * FROM queen.renew(%s::uuid[], 100)", [first.lease_id])
+    machine.compare()
+
+
+def test_a_first_contact_by_another_scope_skips_nothing(machine: EngineFollowsModel) -> None:
+    """The older subscription governs, so what came since then is the group's, and depth says so before."""
+    machine._push("orders", [DEFAULT])
+    machine._pop(Scope(namespace="shop", task="pack"), "audit", batch_size=1, mode="new")
+    machine.seldom("forget a group", "orders", "Default", "queue", "audit", narrow=True)
+    machine._push("orders", [DEFAULT])
+    assert [p.seq for p in machine._pop(Scope(namespace="shop"), "audit", batch_size=5)] == [2]
+    machine.compare()
