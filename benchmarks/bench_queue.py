@@ -127,10 +127,10 @@ def push(bench: Bench, queue: str, batch: int, batches: int, costs: list[Cost]) 
     with bench.measured(batch * batches, costs):
         for part in data:
             bench.connection.execute(
-                b"SELECT * FROM queen.push(%b, %b::text[], NULL, %b::text[], %b::uuid[])",
+                b"SELECT * FROM queen.push_batch(%b, %b::text[], NULL, %b::text[], %b::uuid[])",
                 [queue, part["payloads"], part["ids"], part["traces"]],
                 binary=True,
-            ).fetchall()
+            ).fetchall()  # as the client calls it
 
 
 def pop_and_ack(bench: Bench, queue: str, batch: int, batches: int, costs: list[Cost]) -> None:

@@ -31,6 +31,7 @@ from airflow_provider_queen.client.results import (
     Lease,
     Message,
     PartitionStats,
+    PushedBatch,
     PushResult,
     QueueInfo,
     Requeued,
@@ -144,7 +145,9 @@ _DELETE_QUEUE = _function("delete_queue(%b)")
 _LIST_QUEUES = _read("list_queues(%b)", _names(QueueInfo))
 _ENCRYPTION = _read("list_queues() WHERE name = %b", ("encryption_enabled",))
 # Every message has a transaction id: a second run stores nothing, and answers with what the first one stored.
-_PUSH = _function("push(%b, %b, %b, %b, %b::text[]::uuid[], %b, %b)", PushResult._fields, repeatable=True)
+_PUSH = _function(
+    "push_batch(%b, %b, %b, %b, %b::text[]::uuid[], %b, %b)", PushedBatch._fields, repeatable=True
+)
 _POP = _function("pop(%b, %b, %b, %b, %b, %b, %b, %b, %b, %b, %b, %b)", Message.COLUMNS, writes=False)
 _SETTLE = _function(
     "settle(%b::text[]::uuid[], %b::text[]::int8multirange[], %b::text[]::int8multirange[],"
@@ -232,7 +235,7 @@ class Operations:
                 raise
             yield from self._look_up_encryption(name)
             rows = yield self._push_call(name, batch)
-        results = [PushResult._make(row) for row in rows]
+        results = PushedBatch._make(rows[0]).results(batch.transaction_ids, batch.partitions)
         if any(result.status == "duplicate" for result in results):
             return [_own_first_attempt(*pair) for pair in zip(results, batch.generated, strict=True)]
         return results

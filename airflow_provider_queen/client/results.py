@@ -7,7 +7,7 @@ a payload into Python objects when it is first asked for.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -34,6 +34,40 @@ class PushResult(NamedTuple):
     partition: str
     seq: int
     priority: int
+
+
+class PushedBatch(NamedTuple):
+    """What ``queen.push_batch`` answers: for most batches a lane and the first seq, whatever their size."""
+
+    lane_ids: list[int]
+    first_seq: int | None
+    seqs: list[int] | None
+    is_new: list[bool] | None
+
+    def results(self, transaction_ids: list[str], partitions: list[str] | None) -> list[PushResult]:
+        """The same, a result for each message. A list may hold one element for all, as in the call."""
+        count = len(transaction_ids)
+        if self.seqs is not None:
+            seqs: Iterable[int] = self.seqs
+        else:
+            assert self.first_seq is not None  # noqa: S101
+            seqs = range(self.first_seq, self.first_seq + count)
+        lanes = self.lane_ids if len(self.lane_ids) == count else self.lane_ids * count
+        names = partitions or ["Default"]
+        names = names if len(names) == count else names * count
+        statuses = ["queued" if new else "duplicate" for new in self.is_new or [True] * count]
+        return [
+            PushResult(status, message_id(lane, seq), transaction_id, name, seq, lane % 10)
+            for status, lane, seq, transaction_id, name in zip(
+                statuses, lanes, seqs, transaction_ids, names, strict=True
+            )
+        ]
+
+
+def message_id(lane_id: int, seq: int) -> str:
+    """A message's address as its id. SQL's ``queen.message_id``, here so that a push need not send them all."""
+    digits = f"{lane_id:012x}80008{seq:015x}"
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
 def _column(columns: tuple[str, ...], name: str, convert: Callable[[Any], Any] | None = None) -> Any:

@@ -18,7 +18,11 @@ BEGIN
     INSERT INTO queen.lanes (id, queue_id, name, priority)
     SELECT DISTINCT p.id * 10 + n.priority, create_lanes.queue_id, n.name, n.priority
     FROM unnest(create_lanes.names, create_lanes.priorities) AS n (name, priority)
-    INNER JOIN queen.partitions AS p ON p.queue_id = create_lanes.queue_id AND p.name = n.name
+    CROSS JOIN LATERAL (
+        SELECT r.id FROM queen.partitions AS r
+        WHERE r.queue_id = create_lanes.queue_id AND r.name = n.name
+        LIMIT 1
+    ) AS p
     ORDER BY n.name, n.priority
     ON CONFLICT (queue_id, name, priority) DO NOTHING;
 END
@@ -194,7 +198,8 @@ AS $$
     ) AS b;
 $$;
 
--- Stores messages, in order, and answers in input order: queued, or duplicate with the first one's id and seq.
+-- Stores messages, in order, and answers in one row (queen.pushed_batch): at a thousand messages, an answer of a
+-- thousand rows costs a fifth of the whole. Clients call this; queen.push shows the same as a table.
 --
 -- partitions, priorities and trace_ids are NULL, or hold one value for all messages, or one for each;
 -- transaction_ids are NULL or one for each (a NULL among them becomes the message's id).
@@ -212,7 +217,7 @@ $$;
 --   push | push, max_queue_size     the capacity lock lets one after the other count.
 -- In repeatable read and above the snapshot is older than the locks: whatever came between is refused as 40001, by the
 -- unique indexes for messages, by the row locks for consumers.
-CREATE OR REPLACE FUNCTION queen.push(
+CREATE OR REPLACE FUNCTION queen.push_batch(
     queue_name text,
     payloads text[],
     partitions text[] DEFAULT NULL,
@@ -223,9 +228,7 @@ CREATE OR REPLACE FUNCTION queen.push(
     origin_transaction_ids text[] DEFAULT NULL,
     requeued_from uuid[] DEFAULT NULL
 )
-RETURNS TABLE (
-    status text, message_id uuid, transaction_id text, partition text, seq bigint, priority smallint
-)
+RETURNS queen.pushed_batch
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
 SET plan_cache_mode = force_generic_plan
@@ -237,10 +240,11 @@ AS $$
 DECLARE
     -- More partitions than this in one push take the queue's lock alone, instead of filling the lock table.
     many_partitions CONSTANT integer := 1000;
-    n CONSTANT integer := coalesce(cardinality(push.payloads), 0);
-    names text[] := coalesce(push.partitions, '{Default}');
-    ranks smallint[] := coalesce(push.priorities, '{0}');
-    ids text[] := push.transaction_ids;
+    n CONSTANT integer := coalesce(cardinality(push_batch.payloads), 0);
+    names text[] := coalesce(push_batch.partitions, '{Default}');
+    ranks smallint[] := coalesce(push_batch.priorities, '{0}');
+    ids text[] := push_batch.transaction_ids;
+    made_up CONSTANT boolean := ids IS NULL OR array_position(ids, NULL) IS NOT NULL;
     spread boolean;
     queue queen.queues;
     lane_ids bigint[]; -- the one lane, or of each message
@@ -256,13 +260,13 @@ DECLARE
     home_lanes bigint[];
     stamps timestamptz[];
     salts smallint[];
-    one_trace CONSTANT uuid := CASE WHEN cardinality(push.trace_ids) = 1 THEN push.trace_ids[1] END;
+    one_trace CONSTANT uuid := CASE WHEN cardinality(push_batch.trace_ids) = 1 THEN push_batch.trace_ids[1] END;
     created boolean := FALSE;
     depth_before bigint;
     woken integer;
 BEGIN
     IF n = 0 THEN
-        RETURN;
+        RETURN NULL;
     END IF;
     IF
         cardinality(names) NOT IN (1, n) OR cardinality(ranks) NOT IN (1, n)
@@ -272,15 +276,15 @@ BEGIN
     END IF;
     spread := cardinality(names) > 1 OR cardinality(ranks) > 1;
     IF cardinality(names) > many_partitions AND (SELECT count(DISTINCT x) FROM unnest(names) AS x) > many_partitions THEN
-        PERFORM pg_advisory_xact_lock(queen.queue_lock(push.queue_name));
+        PERFORM pg_advisory_xact_lock(queen.queue_lock(push_batch.queue_name));
         huge := TRUE;
     ELSE
-        PERFORM pg_advisory_xact_lock_shared(queen.queue_lock(push.queue_name));
+        PERFORM pg_advisory_xact_lock_shared(queen.queue_lock(push_batch.queue_name));
     END IF;
 
-    SELECT q.* INTO queue FROM queen.queues AS q WHERE q.name = push.queue_name;
+    SELECT q.* INTO queue FROM queen.queues AS q WHERE q.name = push_batch.queue_name;
     IF NOT FOUND THEN
-        PERFORM queen.raise_unknown_queue(push.queue_name);
+        PERFORM queen.raise_unknown_queue(push_batch.queue_name);
     END IF;
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         -- Our snapshot may be older than the locks. Locking a row that was changed or deleted since is refused, 40001.
@@ -292,7 +296,7 @@ BEGIN
             ));
         END IF;
     END IF;
-    IF queue.encryption_enabled <> push.is_encrypted AND push.requeued_from IS NULL THEN
+    IF queue.encryption_enabled <> push_batch.is_encrypted AND push_batch.requeued_from IS NULL THEN
         RAISE EXCEPTION USING
             ERRCODE = 'QN005',
             MESSAGE = format(
@@ -359,7 +363,7 @@ BEGIN
     LOOP
         IF repeated THEN
             -- With the ids as they were given: a message without one repeats nothing.
-            ids := coalesce(push.transaction_ids, array_fill(NULL::text, ARRAY[n]));
+            ids := coalesce(push_batch.transaction_ids, array_fill(NULL::text, ARRAY[n]));
             SELECT d.* INTO is_new, seqs, home_lanes, stamps, ids, salts
             FROM queen.place_messages(lane_ids, ids, pushed_at) AS d;
             fresh := coalesce(cardinality(array_positions(is_new, TRUE)), 0);
@@ -378,7 +382,7 @@ BEGIN
                     x.id,
                     queen.message_id(coalesce(x.lane_id, lane_ids[1]), coalesce(x.seq, tail_seq + x.position))::text
                 )
-                FROM unnest(ids, home_lanes, seqs, push.payloads)
+                FROM unnest(ids, home_lanes, seqs, push_batch.payloads)
                     WITH ORDINALITY AS x (id, lane_id, seq, payload, position)
                 ORDER BY x.position
             );
@@ -393,15 +397,15 @@ BEGIN
                 coalesce(u.seq, tail_seq + u.position),
                 coalesce(u.stamp, pushed_at),
                 coalesce(u.trace_id, one_trace),
-                push.is_encrypted,
+                push_batch.is_encrypted,
                 u.id,
                 u.payload::json,
                 u.requeued_from,
                 u.origin_id,
                 u.salt
             FROM unnest(
-                home_lanes, seqs, stamps, push.trace_ids, ids, push.payloads, is_new, push.requeued_from,
-                push.origin_transaction_ids, salts
+                home_lanes, seqs, stamps, push_batch.trace_ids, ids, push_batch.payloads, is_new, push_batch.requeued_from,
+                push_batch.origin_transaction_ids, salts
             ) WITH ORDINALITY
                 AS u (lane_id, seq, stamp, trace_id, id, payload, is_new, requeued_from, origin_id, salt, position)
             WHERE u.is_new IS NOT FALSE;
@@ -428,33 +432,66 @@ BEGIN
 
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         -- What our snapshot shows as ready may have been called drained since: the same refusal.
-        PERFORM 1 FROM queen.consumers AS c WHERE c.lane_id = ANY (lane_ids) ORDER BY c.id FOR UPDATE;
+        PERFORM 1 FROM queen.consumers AS c WHERE c.lane_id = ANY (lane_ids) ORDER BY c.id + 0 FOR UPDATE;
     END IF;
     -- Drained groups of these lanes have messages again. Rows that are not drained are not touched.
     UPDATE queen.consumers AS c
     SET ready_at = pushed_at + make_interval(secs => queue.delayed_processing)
-    FROM (
+    WHERE c.id = ANY (ARRAY(
         SELECT d.id
         FROM queen.consumers AS d
         WHERE d.lane_id = ANY (lane_ids) AND d.ready_at IS NULL
-        ORDER BY d.id
+        ORDER BY d.id + 0
         FOR UPDATE
-    ) AS drained
-    WHERE c.id = drained.id;
+    ));
     GET DIAGNOSTICS woken = ROW_COUNT;
     -- The only moments worth a NOTIFY, which makes commits wait for each other.
     IF woken > 0 OR created THEN
         PERFORM pg_notify('queen_ready', queue.name);
     END IF;
 
+    RETURN (
+        coalesce(home_lanes, lane_ids), tail_seq + 1, seqs, is_new, CASE WHEN made_up THEN ids END
+    )::queen.pushed_batch;
+END
+$$;
+
+-- The same with a row for each message, in input order: queued, or duplicate with the first one's id and seq.
+CREATE OR REPLACE FUNCTION queen.push(
+    queue_name text,
+    payloads text[],
+    partitions text[] DEFAULT NULL,
+    transaction_ids text[] DEFAULT NULL,
+    trace_ids uuid[] DEFAULT NULL,
+    priorities smallint[] DEFAULT NULL,
+    is_encrypted boolean DEFAULT FALSE,
+    origin_transaction_ids text[] DEFAULT NULL,
+    requeued_from uuid[] DEFAULT NULL
+)
+RETURNS TABLE (
+    status text, message_id uuid, transaction_id text, partition text, seq bigint, priority smallint
+)
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    pushed CONSTANT queen.pushed_batch := queen.push_batch(
+        push.queue_name, push.payloads, push.partitions, push.transaction_ids, push.trace_ids, push.priorities,
+        push.is_encrypted, push.origin_transaction_ids, push.requeued_from
+    );
+    one_partition CONSTANT text := CASE WHEN cardinality(push.partitions) = 1 THEN push.partitions[1] END;
+BEGIN
     RETURN QUERY
     SELECT
         CASE WHEN u.is_new IS NOT FALSE THEN 'queued' ELSE 'duplicate' END,
-        queen.message_id(coalesce(u.lane_id, lane_ids[1]), coalesce(u.seq, tail_seq + u.position)),
-        u.id,
-        coalesce(u.name, names[1]),
-        coalesce(u.seq, tail_seq + u.position),
-        (coalesce(u.lane_id, lane_ids[1]) % 10)::smallint
-    FROM unnest(ids, is_new, home_lanes, seqs, names) WITH ORDINALITY AS u (id, is_new, lane_id, seq, name, position);
+        queen.message_id(coalesce(u.lane_id, pushed.lane_ids[1]), coalesce(u.seq, pushed.first_seq + u.position - 1)),
+        coalesce(u.made_up_id, u.id),
+        coalesce(u.name, one_partition, 'Default'),
+        coalesce(u.seq, pushed.first_seq + u.position - 1),
+        (coalesce(u.lane_id, pushed.lane_ids[1]) % 10)::smallint
+    FROM unnest(
+        push.payloads, pushed.lane_ids, pushed.seqs, pushed.is_new, pushed.transaction_ids, push.transaction_ids,
+        push.partitions
+    ) WITH ORDINALITY AS u (payload, lane_id, seq, is_new, made_up_id, id, name, position);
 END
 $$;

@@ -39,7 +39,8 @@ $$;
 -- A lane that was not there yet when the group subscribed is read from its first message, whatever the clock said:
 -- its creator may have stamped messages before the subscription and committed after it.
 CREATE OR REPLACE FUNCTION queen.start_seq(
-    subscription queen.consumer_groups_metadata, lane queen.lanes, first_contact boolean
+    subscription queen.consumer_groups_metadata, lane queen.lanes,
+    first_contact queen.consumer_groups_metadata DEFAULT NULL -- the record that is being made, where one is
 )
 RETURNS bigint
 LANGUAGE plpgsql STABLE
@@ -53,7 +54,7 @@ BEGIN
         AND subscription.subscription_timestamp <= subscription.created_at
     THEN
         RETURN lane.floor_seq;
-    ELSIF subscription.subscription_mode = 'new' AND first_contact THEN
+    ELSIF subscription.subscription_mode = 'new' AND subscription *= first_contact THEN
         RETURN queen.seq_before(lane.id, 'infinity');
     END IF;
     RETURN queen.seq_before(lane.id, subscription.subscription_timestamp);
@@ -118,7 +119,7 @@ AS $$
 #variable_conflict use_column
 DECLARE
     tries CONSTANT integer := 20;
-    first_contact boolean;
+    first_contact queen.consumer_groups_metadata;
     qid integer;
     ended_xid xid8;
     queue queen.queues;
@@ -155,7 +156,7 @@ BEGIN
             PERFORM queen.raise_unknown_queue(discover.queue_name);
         END IF;
     END LOOP;
-    INSERT INTO queen.consumer_groups_metadata (
+    INSERT INTO queen.consumer_groups_metadata AS s (
         consumer_group, queue_name, partition_name, namespace, task, subscription_mode, subscription_timestamp
     )
     VALUES (
@@ -165,8 +166,8 @@ BEGIN
             WHEN 'all' THEN '-infinity' WHEN 'new' THEN clock_timestamp() ELSE discover.subscription_from
         END
     )
-    ON CONFLICT DO NOTHING;
-    first_contact := FOUND;
+    ON CONFLICT DO NOTHING
+    RETURNING s.* INTO first_contact;
 
     FOREACH qid IN ARRAY discover.queue_ids LOOP
         SELECT q.* INTO queue FROM queen.queues AS q WHERE q.id = qid;
@@ -219,10 +220,11 @@ BEGIN
                 l.queue_id = queue.id
                 AND l.created_xid >= known.discovered_xid
                 AND (discover.partition IS NULL OR l.name = discover.partition)
-                AND NOT EXISTS (
-                    SELECT 1 FROM queen.consumers AS c
+                AND (
+                    SELECT c.id FROM queen.consumers AS c
                     WHERE c.lane_id = l.id AND c.consumer_group = discover.consumer_group
-                )
+                    LIMIT 1
+                ) IS NULL
             FOR SHARE OF l SKIP LOCKED
         ) AS f
         ON CONFLICT (lane_id, consumer_group) DO NOTHING;
@@ -233,10 +235,11 @@ BEGIN
                 SELECT 1 FROM queen.lanes AS l
                 WHERE
                     l.queue_id = queue.id AND l.created_xid >= known.discovered_xid AND l.created_xid < ended_xid
-                    AND NOT EXISTS (
-                        SELECT 1 FROM queen.consumers AS c
+                    AND (
+                        SELECT c.id FROM queen.consumers AS c
                         WHERE c.lane_id = l.id AND c.consumer_group = discover.consumer_group
-                    )
+                        LIMIT 1
+                    ) IS NULL
             )
         THEN
             UPDATE queen.queue_groups AS g

@@ -162,16 +162,39 @@ BEGIN
 END
 $$;
 
--- The next generation of one consumer. Two transactions that start from the same one collide on the primary key.
+-- The next generations of consumers, each in place of the one before it. Two transactions that start from the same one
+-- collide on the primary key: in repeatable read and above, as 40001; below that the consumer's row lock comes first.
+CREATE OR REPLACE FUNCTION queen.add_states(new_states queen.consumer_states[])
+RETURNS void
+LANGUAGE plpgsql
+AS $$
+BEGIN
+    INSERT INTO queen.consumer_states SELECT n.* FROM unnest(new_states) AS n
+    ON CONFLICT (consumer_id, gen) DO NOTHING;
+    -- By address: what the row lock on the consumer protects moves nowhere between the look-up and the delete.
+    DELETE FROM queen.consumer_states AS s
+    WHERE s.ctid = ANY (ARRAY(
+        SELECT o.ctid
+        FROM unnest(new_states) AS n
+        CROSS JOIN LATERAL (
+            SELECT r.ctid FROM queen.consumer_states AS r
+            WHERE r.consumer_id = n.consumer_id AND r.gen = n.gen - 1
+            LIMIT 1
+        ) AS o
+    ));
+END
+$$;
+
 CREATE OR REPLACE FUNCTION queen.replace_state(old_state queen.consumer_states, new_state queen.consumer_states)
 RETURNS void
 LANGUAGE plpgsql
 SET search_path = pg_catalog, pg_temp
+SET enable_seqscan = OFF
+SET jit = OFF
 AS $$
 BEGIN
     new_state.gen := old_state.gen + 1;
-    INSERT INTO queen.consumer_states SELECT new_state.* ON CONFLICT (consumer_id, gen) DO NOTHING;
-    DELETE FROM queen.consumer_states AS s WHERE s.consumer_id = old_state.consumer_id AND s.gen = old_state.gen;
+    PERFORM queen.add_states(ARRAY[new_state]);
 END
 $$;
 
@@ -450,9 +473,11 @@ BEGIN
                     SELECT 1 FROM queen.lanes AS l
                     WHERE
                         l.queue_id = q.id AND l.name = pop.partition
-                        AND NOT EXISTS (
-                            SELECT 1 FROM queen.consumers AS c WHERE c.lane_id = l.id AND c.consumer_group = reader
-                        )
+                        AND (
+                            SELECT c.id FROM queen.consumers AS c
+                            WHERE c.lane_id = l.id AND c.consumer_group = reader
+                            LIMIT 1
+                        ) IS NULL
                 )
             END,
             first.claimed
@@ -729,9 +754,8 @@ BEGIN
             done_with := done_with || parked;
         ELSIF cardinality(parked) > 0 THEN
             UPDATE queen.consumers AS c
-            SET ready_at = p.until
-            FROM unnest(parked, parked_until) AS p (id, until)
-            WHERE c.id = p.id;
+            SET ready_at = parked_until[array_position(parked, c.id)]
+            WHERE c.id = ANY (parked);
         END IF;
     END LOOP;
 
@@ -750,11 +774,7 @@ BEGIN
             AS s (lane_id, queue_name, lane_name);
         SELECT array_agg(queen.without_lease(s)) INTO new_states FROM unnest(new_states) AS s;
     END IF;
-    INSERT INTO queen.consumer_states SELECT s.* FROM unnest(new_states) AS s
-    ON CONFLICT (consumer_id, gen) DO NOTHING; -- happens, as 40001, in repeatable read and above only
-    DELETE FROM queen.consumer_states AS s
-    USING unnest(new_states) AS n
-    WHERE s.consumer_id = n.consumer_id AND s.gen = n.gen - 1;
+    PERFORM queen.add_states(new_states);
 
     -- Others wait for their turn: these lanes go to the end of the line.
     IF
@@ -772,7 +792,7 @@ BEGIN
         )
     THEN
         UPDATE queen.consumers AS c SET ready_at = clock_timestamp()
-        FROM unnest(new_states) AS s WHERE c.id = s.consumer_id;
+        WHERE c.id = ANY (ARRAY(SELECT s.consumer_id FROM unnest(new_states) AS s));
     END IF;
 
     RETURN QUERY

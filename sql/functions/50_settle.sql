@@ -56,7 +56,7 @@ BEGIN
         PERFORM queen.raise_invalid('a lease is named twice in one settlement');
     END IF;
     PERFORM 1 FROM queen.consumers AS c
-    WHERE c.id IN (SELECT queen.lease_consumer(x.id) FROM unnest(lease_ids) AS x (id))
+    WHERE c.id = ANY (ARRAY(SELECT queen.lease_consumer(x.id) FROM unnest(lease_ids) AS x (id)))
     ORDER BY c.id
     FOR UPDATE;
 
@@ -190,11 +190,7 @@ BEGIN
         new_states := new_states || new_state;
     END LOOP;
 
-    INSERT INTO queen.consumer_states SELECT n.* FROM unnest(new_states) AS n
-    ON CONFLICT (consumer_id, gen) DO NOTHING; -- happens, as 40001, in repeatable read and above only
-    DELETE FROM queen.consumer_states AS s
-    USING unnest(new_states) AS n
-    WHERE s.consumer_id = n.consumer_id AND s.gen = n.gen - 1;
+    PERFORM queen.add_states(new_states);
     IF cardinality(ended) > 0 THEN
         INSERT INTO queen.deliveries (
             lane_id, first_seq, last_seq, popped_at, ended_at, completed, failed, rejected, released, expired, attempt,
@@ -207,9 +203,8 @@ BEGIN
     END IF;
     IF cardinality(wake) > 0 THEN
         UPDATE queen.consumers AS c
-        SET ready_at = w.ready_at
-        FROM unnest(wake, wake_at) AS w (id, ready_at)
-        WHERE c.id = w.id;
+        SET ready_at = wake_at[array_position(wake, c.id)]
+        WHERE c.id = ANY (wake);
         -- Whoever ran into one of these leases may be waiting for it.
         FOR waking IN SELECT DISTINCT w.name FROM unnest(wake_queues) AS w (name) LOOP
             PERFORM pg_notify('queen_ready', waking);
@@ -298,7 +293,7 @@ BEGIN
         );
     END IF;
     PERFORM 1 FROM queen.consumers AS c
-    WHERE c.id IN (SELECT queen.lease_consumer(x.id) FROM unnest(renew.lease_ids) AS x (id))
+    WHERE c.id = ANY (ARRAY(SELECT queen.lease_consumer(x.id) FROM unnest(renew.lease_ids) AS x (id)))
     ORDER BY c.id
     FOR UPDATE;
     FOREACH lease IN ARRAY renew.lease_ids LOOP

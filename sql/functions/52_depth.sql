@@ -18,7 +18,7 @@ BEGIN
         e.lane_id,
         e.from_seq + 1,
         e.last_seq - e.from_seq - e.settled_ahead,
-        CASE WHEN e.lease_expires_at > clock_timestamp() THEN queen.size(e.held) ELSE 0 END
+        CASE WHEN e.lease_expires_at > clock_timestamp() THEN queen.size(queen.beyond(e.from_seq, e.held)) ELSE 0 END
     FROM (
         SELECT
             b.*,
@@ -57,7 +57,7 @@ BEGIN
     FROM (
         SELECT
             l.id,
-            queen.start_seq(queen.subscription_of(group_backlog.consumer_group, q, l.name), l, FALSE) AS start_seq,
+            queen.start_seq(queen.subscription_of(group_backlog.consumer_group, q, l.name), l) AS start_seq,
             coalesce(t.seq, l.floor_seq) AS last_seq
         FROM queen.queues AS q
         INNER JOIN queen.lanes AS l ON l.queue_id = q.id
@@ -73,10 +73,11 @@ BEGIN
             AND l.created_xid >= CASE
                 WHEN known.discovered_xid <= pg_snapshot_xmax(pg_current_snapshot()) THEN known.discovered_xid ELSE '0'
             END
-            AND NOT EXISTS (
-                SELECT 1 FROM queen.consumers AS c
+            AND (
+                SELECT c.id FROM queen.consumers AS c
                 WHERE c.lane_id = l.id AND c.consumer_group = group_backlog.consumer_group
-            )
+                LIMIT 1
+            ) IS NULL
     ) AS n
     WHERE n.last_seq > n.start_seq;
 END
@@ -207,7 +208,7 @@ BEGIN
     ) AS t ON TRUE
     CROSS JOIN LATERAL (
         SELECT CASE WHEN p.id IS NULL THEN
-            queen.start_seq(queen.subscription_of(g.consumer_group, q, l.name), l, FALSE)
+            queen.start_seq(queen.subscription_of(g.consumer_group, q, l.name), l)
         END AS start_seq
     ) AS n
     WHERE stats.queue_name IS NULL OR q.name = stats.queue_name

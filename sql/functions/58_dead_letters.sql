@@ -46,7 +46,7 @@ BEGIN
     INSERT INTO queen.consumers (lane_id, queue_id, priority, consumer_group, start_seq, ready_at)
     SELECT
         f.id, f.queue_id, f.priority, meet_lanes.consumer_group,
-        queen.start_seq(queen.subscription_of(meet_lanes.consumer_group, queue, f.name), f, FALSE), clock_timestamp()
+        queen.start_seq(queen.subscription_of(meet_lanes.consumer_group, queue, f.name), f), clock_timestamp()
     FROM (
         SELECT l.* FROM queen.lanes AS l WHERE l.id = ANY (meet_lanes.lane_ids) ORDER BY l.id FOR SHARE
     ) AS l
@@ -149,7 +149,7 @@ BEGIN
                 SELECT c.* FROM queen.consumers AS c
                 WHERE
                     c.lane_id = queen.message_lane(moved.message_id) AND c.consumer_group <> moved.consumer_group
-                ORDER BY c.id
+                ORDER BY c.id + 0
                 FOR UPDATE
             LOOP
                 state := queen.state_of(consumer);

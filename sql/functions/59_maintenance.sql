@@ -289,7 +289,7 @@ DECLARE
 BEGIN
     SELECT count(*) INTO locked
     FROM (
-        SELECT c.id FROM queen.consumers AS c WHERE c.lane_id = lock_consumers.lane_id ORDER BY c.id
+        SELECT c.id FROM queen.consumers AS c WHERE c.lane_id = lock_consumers.lane_id ORDER BY c.id + 0
         FOR UPDATE SKIP LOCKED
     ) AS l;
     RETURN locked = (SELECT count(*) FROM queen.consumers AS c WHERE c.lane_id = lock_consumers.lane_id);

@@ -17,7 +17,8 @@ SELECT
     s.popped_at,
     s.first_seq AS lease_first_seq,
     s.last_seq AS lease_last_seq,
-    coalesce(s.held, '{}') AS held,
+    -- What retention has removed nobody can hold.
+    coalesce(s.held, '{}') * int8multirange(int8range(e.cursor + 1, NULL)) AS held,
     s.retry_at,
     c.ready_at,
     coalesce(s.total_completed, 0) AS total_completed,

@@ -11,7 +11,7 @@ from airflow_provider_queen.client.encryption import Keyring
 from airflow_provider_queen.client.errors import EncryptionChangedError
 from airflow_provider_queen.client.operations import Call, Listen, Operation, Operations, Pause, Progress
 from airflow_provider_queen.client.options import ClientOptions
-from airflow_provider_queen.client.results import Message, PushResult, SettleResult
+from airflow_provider_queen.client.results import Message, PushedBatch, PushResult, SettleResult
 from airflow_provider_queen.exceptions import EncryptionError, InvalidOptionError, QueenError
 
 LEASE = "00000000-0000-0000-0000-000000000001"
@@ -67,12 +67,29 @@ def name_of(step: object) -> str:
 
 def test_a_push_is_one_call_once_the_queue_is_known() -> None:
     operations = Operations()
-    stored = ("queued", "m", "t", "Default", 1, 0)
-    result, called = run(operations.push("orders", [{"payload": 1}]), [(False,)], [stored])
-    assert called == ["list_queues", "push"]
-    assert result == [PushResult(*stored)]
-    _, called = run(operations.push("orders", [{"payload": 1}]), [stored])
-    assert called == ["push"]
+    message = {"payload": 1, "transaction_id": "t"}
+    stored = PushedBatch([20], 7, None, None)
+    result, called = run(operations.push("orders", [message]), [(False,)], [stored])
+    assert called == ["list_queues", "push_batch"]
+    assert result == [
+        PushResult("queued", "00000000-0014-8000-8000-000000000007", "t", "Default", 7, priority=0)
+    ]
+    _, called = run(operations.push("orders", [message]), [stored])
+    assert called == ["push_batch"]
+
+
+def test_a_push_to_many_partitions_answers_message_by_message() -> None:
+    operations = Operations()
+    messages = [
+        {"payload": 1, "transaction_id": "a", "partition": "north"},
+        {"payload": 1, "transaction_id": "b", "partition": "south", "priority": 3},
+    ]
+    stored = PushedBatch([20, 33], None, [4, 9], [False, True])
+    result, _ = run(operations.push("orders", messages), [(False,)], [stored])
+    assert [(r.status, r.transaction_id, r.partition, r.seq, r.priority) for r in result] == [
+        ("duplicate", "a", "north", 4, 0),
+        ("queued", "b", "south", 9, 3),
+    ]
 
 
 def test_nothing_to_do_is_no_call() -> None:
@@ -118,7 +135,7 @@ def test_no_step_is_taken_with_bad_input() -> None:
 
 def test_a_repeated_push_of_our_own_ids_was_no_duplicate() -> None:
     operations = Operations()
-    answer = [("duplicate", "m", "x", "Default", 1, 0), ("duplicate", "n", "mine", "Default", 2, 0)]
+    answer = [PushedBatch([20], None, [1, 2], [False, False])]
     messages = [{"payload": 1}, {"payload": 2, "transaction_id": "mine"}]
     result, _ = run(operations.push("orders", messages), [(False,)], answer)
     assert [each.status for each in result] == ["queued", "duplicate"]
@@ -127,7 +144,7 @@ def test_a_repeated_push_of_our_own_ids_was_no_duplicate() -> None:
 def test_a_changed_encryption_is_looked_up_again_once() -> None:
     keyring = Keyring([Keyring.generate_key()])
     operations = Operations(keyring)
-    stored = [("queued", "m", "t", "Default", 1, 0)]
+    stored = [PushedBatch([20], 1, None, None)]
     changed = EncryptionChangedError("changed")
     progress = Progress(operations.push("orders", [{"payload": "plain", "transaction_id": "t"}]))
     progress.answer([(False,)])
@@ -148,7 +165,7 @@ def test_a_changed_encryption_is_looked_up_again_once() -> None:
 
 def test_a_changed_encryption_is_not_repeated_inside_a_transaction() -> None:
     operations = Operations()
-    run(operations.push("orders", [{"payload": 1}]), [(False,)], [("queued", "m", "t", "Default", 1, 0)])
+    run(operations.push("orders", [{"payload": 1}]), [(False,)], [PushedBatch([20], 1, None, None)])
     with pytest.raises(EncryptionChangedError):
         run(operations.in_transaction().push("orders", [{"payload": 1}]), EncryptionChangedError("changed"))
     # The client knows: its next push looks.

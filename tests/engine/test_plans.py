@@ -1,8 +1,8 @@
 """Flat cost: what push, pop, settle and depth read depends on the batch, and on nothing else.
 
 Measured are the pages that a call touches and the rows it fetches, statements inside the functions included;
-not time. Two sessions with the same million messages: one whose plans were made while every table was empty,
-and one that planned with full statistics. Where the server has auto_explain (PostgreSQL from a package has,
+not time. Two sessions with the same million messages: one whose plans were made while every table was empty (or
+held a handful of rows, and statistics said so), and one that planned with full statistics. Where the server has auto_explain (PostgreSQL from a package has,
 the wheel's has not), each plan inside the functions is looked at too: index scans with a condition, no other.
 """
 
@@ -113,6 +113,8 @@ class Costs:
     when_empty: dict[str, Cost]
     planned_when_empty: dict[str, Cost]
     planned_when_full: dict[str, Cost]
+    first_contacts: dict[int, Cost]
+    """With a new queue, while there are hardly any consumers yet; by its number of partitions."""
     has_plans: bool
 
 
@@ -163,6 +165,14 @@ class Session:
             plan["Actual Rows"],
         )
 
+    def first_contact(self, queue: str, partitions: int) -> Cost:
+        names = [f"p{number}" for number in range(partitions)]
+        self.connection.execute("SELECT queen.configure_queue(%s)", [queue])
+        self.connection.execute("SELECT queen.push(%s, %s, %s)", [queue, ["1"] * partitions, names])
+        cost = self.measure(POP, queue=queue)
+        self.connection.execute("SELECT queen.delete_queue(%s)", [queue])
+        return cost
+
     def run(self) -> dict[str, Cost]:
         costs = {}
         for name, (statement, queue) in CALLS.items():
@@ -174,17 +184,23 @@ class Session:
         return costs
 
 
-@pytest.fixture(scope="module", params=["18", "15"])
+@pytest.fixture(scope="module", params=["18", "15", "18 with statistics", "15 with statistics"])
 def costs(request: pytest.FixtureRequest, queen_template: Callable[[PostgresServer], str]) -> Iterator[Costs]:
-    server: PostgresServer = request.getfixturevalue(f"postgres_{request.param}")
-    messages, partitions = (1_000_000, 100_000) if server.version.startswith("18") else (200_000, 20_000)
-    name = f"plans_{request.param}"
+    version, _, statistics = request.param.partition(" ")
+    server: PostgresServer = request.getfixturevalue(f"postgres_{version}")
+    messages, partitions = (1_000_000, 100_000) if request.param == "18" else (200_000, 20_000)
+    name = f"plans_{version}_{bool(statistics)}"
     dsn = server.create_database(name, queen_template(server))
     early = Session(dsn)
     with early.connection as connection:
         prepare(connection)
+        if statistics:
+            connection.execute("VACUUM ANALYZE queen.consumers, queen.consumer_states, queen.queues")
         for _ in range(6):  # PostgreSQL settles for a plan after five executions
             when_empty = early.run()
+        first_contacts = {
+            partitions: early.first_contact(f"new-{partitions}", partitions) for partitions in (10, 5000)
+        }
         fill(connection, messages, partitions)
         planned_when_empty = early.run()
         connection.execute("ANALYZE")
@@ -192,7 +208,7 @@ def costs(request: pytest.FixtureRequest, queen_template: Callable[[PostgresServ
     with late.connection:
         late.run()
         planned_when_full = late.run()
-    yield Costs(when_empty, planned_when_empty, planned_when_full, early.has_plans)
+    yield Costs(when_empty, planned_when_empty, planned_when_full, first_contacts, early.has_plans)
     server.drop_database(name)
 
 
@@ -293,6 +309,13 @@ def test_drained_partitions_do_not_count_in_a_depth(costs: Costs, session: str) 
     assert cost.rows == {}
 
 
+def test_a_first_contact_costs_the_same_for_each_partition(costs: Costs) -> None:
+    few, many = costs.first_contacts
+    assert costs.first_contacts[many].answers == 1  # of the one partition that a pop takes
+    a_partition = costs.first_contacts[few].pages / few
+    assert costs.first_contacts[many].pages / many <= 1.5 * a_partition
+
+
 def test_every_plan_inside_goes_through_an_index(costs: Costs) -> None:
     if not costs.has_plans:
         pytest.skip("this server has no auto_explain; the counters of the other tests hold here too")
@@ -303,13 +326,15 @@ def test_every_plan_inside_goes_through_an_index(costs: Costs) -> None:
                 if node.get("Relation Name") not in LARGE or node["Node Type"] == "ModifyTable":
                     continue
                 seen.add(node["Relation Name"])
+                if node["Node Type"] == "Tid Scan":  # rows that an index scan has just found
+                    continue
                 through = node["Plans"][0] if node["Node Type"] == "Bitmap Heap Scan" else node
                 assert through["Node Type"] in ("Index Scan", "Index Only Scan", "Bitmap Index Scan"), (
                     call,
                     node,
                 )
                 # Without a condition on it, an index is walked from end to end.
-                assert "Index Cond" in through, (call, node)
+                assert "Index Cond" in through, f"{call}: {node}"
                 assert node["Actual Rows"] * node["Actual Loops"] <= 10 * BATCH, (call, node)
                 assert node.get("Rows Removed by Filter", 0) * node["Actual Loops"] <= BATCH, (call, node)
     assert seen.issuperset({"message_log", "consumers", "consumer_states", "lanes"})  # they were looked at
