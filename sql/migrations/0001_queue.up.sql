@@ -88,7 +88,7 @@ CREATE UNIQUE INDEX message_log_transaction ON queen.message_log (
 CREATE INDEX message_log_trace ON queen.message_log
 USING brin (trace_id uuid_bloom_ops (n_distinct_per_range = 1000, false_positive_rate = 0.01))
 WITH (pages_per_range = 32, autosummarize = ON);
-COMMENT ON TABLE queen.message_log IS 'Messages as stored. Read the view queen.messages.';
+COMMENT ON TABLE queen.message_log IS 'Messages as stored, with addresses instead of names: read the view messages.';
 
 -- First contact of a group with a queue, a partition, a namespace or a task: where it starts to read.
 CREATE TABLE queen.consumer_groups_metadata (

@@ -13,7 +13,7 @@ import psycopg
 
 from airflow_provider_queen.client.schema.files import schema_files
 from airflow_provider_queen.client.schema.report import MigrationPlan, MigrationReport
-from airflow_provider_queen.client.schema.state import read_state, require_current
+from airflow_provider_queen.client.schema.state import V2, is_v2, read_state, require_current
 
 if TYPE_CHECKING:
     from airflow_provider_queen.client.schema.readiness import Preflight
@@ -87,8 +87,12 @@ def stamp(conninfo: str, revision: str, *, sql_folder: Path | None = None) -> No
 
 
 def current_version(connection: psycopg.Connection[Any]) -> str | None:
-    """The version that the database records; ``None`` where there is no schema ``queen`` of ours."""
-    return read_state(connection).version
+    """The version that the database records; ``None`` where there is no schema ``queen`` of ours.
+
+    Of a database with the tables of Queen v2, which recorded none: ``0000_v2``.
+    """
+    version = read_state(connection).version
+    return V2 if version is None and is_v2(connection) else version
 
 
 def head_version(*, sql_folder: Path | None = None) -> str:

@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _current(dsn: str, files: SchemaFiles) -> str:
-    version = runner.current(dsn)
-    return f"{version or 'base'}{' (head)' if version == files.head else ''}"
+    version = runner.current(dsn, files)
+    return f"{version or 'base'}{' (head)' if version and files.works(version) else ''}"
 
 
 def _history(files: SchemaFiles) -> None:
@@ -91,6 +91,9 @@ def _history(files: SchemaFiles) -> None:
 def _print(report: MigrationReport) -> None:
     if not report.changed:
         print(f"nothing to do: {report.to_version or 'base'}")
+        return
+    if report.abandoned:
+        print(f"the upgrade that was begun is given up: {report.to_version}")
         return
     print(f"{report.from_version or 'base'} -> {report.to_version or 'base'}")
     for revision in report.applied:

@@ -33,6 +33,11 @@ class Revision:
         first = self.up.read_text(encoding="utf-8").lstrip().partition("\n")[0]
         return first.removeprefix("--").strip() if first.startswith("--") else ""
 
+    @property
+    def optional(self) -> bool:
+        """Whether the package works without it: it is applied where somebody names it, and only there."""
+        return self.title.startswith("optional:")
+
 
 @dataclass(frozen=True)
 class Repeatable:
@@ -54,7 +59,7 @@ class SchemaFiles:
 
     @cached_property
     def revisions(self) -> tuple[Revision, ...]:
-        """In order: 0001, 0002 … without a gap, each with its way down."""
+        """In order, from 0000 or 0001 on without a gap, each with its way down."""
         found: dict[str, set[str]] = {}
         folder = self.folder / "migrations"
         for path in sorted(folder.glob("*.sql")):
@@ -66,7 +71,8 @@ class SchemaFiles:
             found.setdefault(match["id"], set()).add(match["direction"])
         if not found:
             raise QueenError(f"there are no migrations in {folder}")
-        for position, (revision, directions) in enumerate(found.items(), start=1):
+        first = min(int(next(iter(found))[:4]), 1)
+        for position, (revision, directions) in enumerate(found.items(), start=first):
             if int(revision[:4]) != position:
                 raise QueenError(f"migration {revision} in {folder} should have the number {position:04d}")
             if missing := {"up", "down"} - directions:
@@ -90,9 +96,22 @@ class SchemaFiles:
     def ids(self) -> tuple[str, ...]:
         return tuple(revision.id for revision in self.revisions)
 
-    @property
+    @cached_property
     def head(self) -> str:
-        return self.ids[-1]
+        """The revision that the package needs: the newest one that is not optional."""
+        return [revision.id for revision in self.revisions if not revision.optional][-1]
+
+    def works(self, revision: str | None) -> bool:
+        """Whether the package's functions and views stand on the tables of ``revision``."""
+        return self.position(revision) >= self.position(self.head)
+
+    def after(self, revision: str) -> Revision:
+        """The revision that comes next."""
+        return self.revisions[self.position(revision)]
+
+    def script(self, name: str) -> str:
+        """A script beside the migrations, such as ``v2/restore.sql``."""
+        return read_sql(self.folder / name)
 
     def resolve(self, target: str, current: str | None) -> str | None:
         """The revision that ``target`` means when the database is at ``current``; ``None`` is base.
@@ -100,7 +119,7 @@ class SchemaFiles:
         :param target: ``head``, ``base``, an id or the beginning of one, or a relative step such as ``-1``.
         """
         if target == "head":
-            return self.head
+            return current if self.works(current) else self.head
         if target == "base":
             return None
         if _RELATIVE.fullmatch(target):

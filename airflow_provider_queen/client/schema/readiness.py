@@ -9,8 +9,8 @@ import psycopg
 from psycopg.rows import namedtuple_row
 
 from airflow_provider_queen.client.schema.files import SchemaFiles, statement
-from airflow_provider_queen.client.schema.runner import connect
-from airflow_provider_queen.client.schema.state import read_state, require_known
+from airflow_provider_queen.client.schema.runner import connect, recorded_state
+from airflow_provider_queen.client.schema.state import require_known
 from airflow_provider_queen.exceptions import QueenError
 
 OLDEST_POSTGRES = 14  # the first with multiranges, which hold what was settled ahead of a cursor
@@ -35,7 +35,7 @@ def preflight(conninfo: str, files: SchemaFiles) -> Preflight:
         found = _row(raw, "preflight")
         if problems := _problems(found, raw.info.user):
             raise QueenError(f"the schema queen cannot be migrated here: {'; '.join(problems)}")
-        version = read_state(raw).version
+        version = recorded_state(raw, files).version
         require_known(version, files)
         return Preflight(
             version=version,

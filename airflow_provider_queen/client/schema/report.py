@@ -15,10 +15,12 @@ class MigrationReport:
     """Revisions that ran, in the order they ran; on the way down, those that were undone."""
     reapplied: list[str]
     """Files of views and functions that were applied again; all of them or none."""
+    abandoned: bool = False
+    """Whether an upgrade from v2 was begun and is given up now; v2 is as it was before."""
 
     @property
     def changed(self) -> bool:
-        return bool(self.applied or self.reapplied)
+        return bool(self.applied or self.reapplied or self.abandoned)
 
 
 @dataclass(frozen=True)

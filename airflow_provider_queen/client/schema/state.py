@@ -13,6 +13,9 @@ from psycopg.rows import tuple_row
 from airflow_provider_queen.client.schema.files import SchemaFiles, statement
 from airflow_provider_queen.exceptions import SchemaVersionError
 
+V2 = "0000_v2"
+"""The revision of a database with the tables of Queen v2."""
+
 _HOW_TO = "run the Dag queen_migrate or QueenHook.migrate()"
 
 
@@ -49,6 +52,16 @@ def read_state(connection: psycopg.Connection[Any]) -> State:
     return State(version, json.loads(objects) if objects else {})
 
 
+def is_v2(connection: psycopg.Connection[Any]) -> bool:
+    """Whether the schema ``queen`` is that of Queen v2, which recorded no version."""
+    was_idle = connection.info.transaction_status == TransactionStatus.IDLE
+    with connection.cursor(row_factory=tuple_row) as cursor:
+        row = cursor.execute(statement("is_v2").encode()).fetchone()
+    if was_idle:
+        connection.rollback()
+    return row == (True,)
+
+
 def require_known(version: str | None, files: SchemaFiles) -> None:
     """Refuse a version that is not among the package's migrations."""
     if version is None or version in files.ids:
@@ -68,7 +81,7 @@ def require_current(state: State, files: SchemaFiles) -> None:
             f"the database has no schema queen of ours, needed is version {files.head}: {_HOW_TO}"
         )
     require_known(state.version, files)
-    if state.version != files.head:
+    if not files.works(state.version):
         raise SchemaVersionError(
             f"the schema queen has the older version {state.version}, needed is {files.head}: {_HOW_TO}"
         )

@@ -15,16 +15,16 @@ pytestmark = pytest.mark.postgres
 
 
 def test_up_down_and_up_again(postgres_dsn: str, connection: psycopg.Connection[Any]) -> None:
-    ways = [snapshot(connection)]
+    ways = {"base": snapshot(connection)}
     for revision in schema_files().ids:
         migrate(postgres_dsn, revision)
-        ways.append(snapshot(connection))
+        ways[revision] = snapshot(connection)
     check(connection)
-    for before in reversed(ways[:-1]):
+    for before in list(ways.values())[-2::-1]:
         migrate(postgres_dsn, "-1")
         assert snapshot(connection) == before
     assert migrate(postgres_dsn).to_version == head_version()
-    assert snapshot(connection) == ways[-1]
+    assert snapshot(connection) == ways[head_version()]
 
 
 def test_a_dry_run_is_what_a_run_does(postgres_dsn: str, connection: psycopg.Connection[Any]) -> None:
