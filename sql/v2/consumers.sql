@@ -1,7 +1,7 @@
 -- Upgrade from v2, second part: what consumers have done, by v2's rules. For a message and a group the first that holds:
---   1. a row of messages_status: completed and dead_letter are settled, failed too once its retries are used up (that one
---      becomes a dead letter, or counts as dropped where the queue keeps none); any other status is pending, wherever the
---      cursor is: at worst a message is delivered twice, none is lost
+--   1. a row of messages_status: completed, dead_letter and evicted are settled, failed too once its retries are used up
+--      (that one becomes a dead letter, or counts as dropped where the queue keeps none); any other status is pending,
+--      wherever the cursor is: at worst a message is delivered twice, none is lost
 --   2. a dead letter is settled
 --   3. what the cursor has passed is settled, in the order (created_at, id)
 --   4. what is older than the group's subscription is not the group's
@@ -17,16 +17,17 @@ SELECT
 FROM queen.queues AS q
 INNER JOIN queen_v2.queue_map AS m ON m.v2_id = q.id;
 
-CREATE VIEW queen_v2.statuses AS
+CREATE VIEW queen_v2.all_statuses AS
 SELECT DISTINCT ON (m.lane_id, m.seq, coalesce(s.consumer_group, '__QUEUE_MODE__'))
     m.lane_id,
     m.seq,
     coalesce(s.consumer_group, '__QUEUE_MODE__') AS consumer_group,
     coalesce(s.retry_count, 0) AS retry_count,
     s.error_message,
+    CASE WHEN s.status = 'evicted' THEN 'evicted' ELSE 'failed' END AS reason,
     coalesce(s.failed_at, s.completed_at, s.created_at, now()) AS ended_at,
-    s.status IN ('completed', 'dead_letter') OR f.is_final AS is_settled,
-    s.status = 'dead_letter' OR (f.is_final AND o.keeps_dead_letters) AS is_dead,
+    s.status IN ('completed', 'dead_letter', 'evicted') OR f.is_final AS is_settled,
+    s.status IN ('dead_letter', 'evicted') OR (f.is_final AND o.keeps_dead_letters) AS is_dead,
     f.is_final AND NOT o.keeps_dead_letters AS is_dropped
 FROM queen.messages_status AS s
 INNER JOIN queen_v2.message_map AS m ON m.v2_id = s.message_id
@@ -60,7 +61,7 @@ INNER JOIN queen_v2.partition_map AS p ON p.v2_id = l.partition_id
 WHERE l.released_at IS NULL AND l.lease_expires_at > now()
 ORDER BY p.id, 2, l.lease_expires_at DESC;
 
-CREATE VIEW queen_v2.dead_letters AS
+CREATE VIEW queen_v2.all_dead_letters AS
 SELECT DISTINCT ON (m.lane_id, m.seq, coalesce(d.consumer_group, '__QUEUE_MODE__'))
     m.lane_id,
     m.seq,
@@ -72,6 +73,12 @@ SELECT DISTINCT ON (m.lane_id, m.seq, coalesce(d.consumer_group, '__QUEUE_MODE__
 FROM queen.dead_letter_queue AS d
 INNER JOIN queen_v2.message_map AS m ON m.v2_id = d.message_id
 ORDER BY m.lane_id, m.seq, 3, d.failed_at, d.id;
+
+-- The two large ones, as rows: they are asked more than once.
+CREATE TABLE queen_v2.statuses AS TABLE queen_v2.all_statuses WITH NO DATA;
+CREATE INDEX ON queen_v2.statuses (lane_id, consumer_group, seq);
+CREATE TABLE queen_v2.dead_letters AS TABLE queen_v2.all_dead_letters WITH NO DATA;
+CREATE INDEX ON queen_v2.dead_letters (lane_id, consumer_group, seq);
 
 -- Who has left a trace in a partition.
 CREATE VIEW queen_v2.met AS
@@ -147,6 +154,11 @@ BEGIN
     DELETE FROM queen_next.consumers AS c WHERE c.lane_id = ANY (lanes);
     DELETE FROM queen_next.dead_letter_queue AS d WHERE d.lane_id = ANY (lanes);
     DELETE FROM queen_v2.expected_pending AS e WHERE e.lane_id = ANY (lanes);
+    DELETE FROM queen_v2.statuses AS s WHERE s.lane_id = ANY (lanes);
+    DELETE FROM queen_v2.dead_letters AS d WHERE d.lane_id = ANY (lanes);
+    INSERT INTO queen_v2.statuses SELECT s.* FROM queen_v2.all_statuses AS s WHERE s.lane_id = ANY (lanes);
+    INSERT INTO queen_v2.dead_letters SELECT d.* FROM queen_v2.all_dead_letters AS d WHERE d.lane_id = ANY (lanes);
+    ANALYZE queen_v2.statuses, queen_v2.dead_letters;
 
     INSERT INTO queen_next.consumers (lane_id, ready_at, start_seq, queue_id, priority, consumer_group)
     SELECT l.id, clock_timestamp(), 0, l.queue_id, 0, m.consumer_group
@@ -256,13 +268,15 @@ BEGIN
     )
     SELECT
         l.queue_id, l.id, m.seq, queen_v2.address(l.id, m.seq), d.consumer_group, l.name, 0, m.transaction_id, m.trace_id,
-        m.payload, m.is_encrypted, 'failed', d.error_message, d.retry_count,
+        m.payload, m.is_encrypted, d.reason, d.error_message, d.retry_count,
         coalesce(d.original_created_at, m.created_at), d.failed_at
     FROM (
-        SELECT x.lane_id, x.seq, x.consumer_group, x.error_message, x.retry_count, x.original_created_at, x.failed_at
+        SELECT
+            x.lane_id, x.seq, x.consumer_group, 'failed' AS reason, x.error_message, x.retry_count, x.original_created_at,
+            x.failed_at
         FROM queen_v2.dead_letters AS x
         UNION ALL
-        SELECT s.lane_id, s.seq, s.consumer_group, s.error_message, s.retry_count, NULL, s.ended_at
+        SELECT s.lane_id, s.seq, s.consumer_group, s.reason, s.error_message, s.retry_count, NULL, s.ended_at
         FROM queen_v2.statuses AS s
         WHERE
             s.is_dead

@@ -30,6 +30,35 @@ END
 $$;
 SELECT queen_v2.copy_rest();
 SELECT queen_v2.copy_consumers(FALSE);
+INSERT INTO queen_next.queue_groups (queue_id, consumer_group, created_at, is_subscribed, priorities)
+SELECT g.queue_id, g.consumer_group, g.created_at, TRUE, '{0}' FROM queen_v2.groups AS g;
+INSERT INTO queen_next.consumer_groups_metadata (
+    consumer_group, queue_name, subscription_mode, subscription_timestamp, created_at
+)
+SELECT
+    g.consumer_group, q.name,
+    CASE WHEN g.subscription_start_from IS NULL THEN 'all' ELSE 'timestamp' END,
+    coalesce(g.subscription_start_from, '-infinity'), g.created_at
+FROM queen_v2.groups AS g
+INNER JOIN queen_next.queues AS q ON q.id = g.queue_id;
+
+INSERT INTO queen_next.retention_history (
+    queue_name, partition_name, lane_id, retention_type, messages_deleted, first_seq, last_seq, executed_at
+)
+SELECT
+    q.name, l.name, l.id,
+    CASE
+        WHEN h.retention_type LIKE 'completed%' THEN 'completed'
+        WHEN h.retention_type LIKE '%evict%' THEN 'evicted'
+        ELSE 'retention'
+    END,
+    coalesce(h.messages_deleted, 0), 0, 0, -- v2 did not keep which
+    coalesce(h.executed_at, now())
+FROM queen.retention_history AS h
+INNER JOIN queen_v2.partition_map AS p ON p.v2_id = h.partition_id
+INNER JOIN queen_next.lanes AS l ON l.id = p.id * 10
+INNER JOIN queen_next.queues AS q ON q.id = l.queue_id
+ORDER BY h.executed_at, h.id;
 
 LOCK TABLE queen.messages, queen.partitions, queen.queues IN ACCESS EXCLUSIVE MODE;
 SELECT queen_v2.copy_rest();
@@ -65,32 +94,6 @@ FROM queen_v2.options AS o
 INNER JOIN queen.queues AS q ON q.id = o.v2_id
 WHERE n.id = o.id;
 
-INSERT INTO queen_next.queue_groups (queue_id, consumer_group, created_at, is_subscribed, priorities)
-SELECT g.queue_id, g.consumer_group, g.created_at, TRUE, '{0}' FROM queen_v2.groups AS g;
-INSERT INTO queen_next.consumer_groups_metadata (
-    consumer_group, queue_name, subscription_mode, subscription_timestamp, created_at
-)
-SELECT
-    g.consumer_group, q.name,
-    CASE WHEN g.subscription_start_from IS NULL THEN 'all' ELSE 'timestamp' END,
-    coalesce(g.subscription_start_from, '-infinity'), g.created_at
-FROM queen_v2.groups AS g
-INNER JOIN queen_next.queues AS q ON q.id = g.queue_id;
-
-INSERT INTO queen_next.retention_history (
-    queue_name, partition_name, lane_id, retention_type, messages_deleted, first_seq, last_seq, executed_at
-)
-SELECT
-    q.name, l.name, l.id,
-    CASE WHEN h.retention_type IN ('retention', 'completed', 'evicted') THEN h.retention_type ELSE 'retention' END,
-    coalesce(h.messages_deleted, 0), 0, 0, -- v2 did not keep which
-    coalesce(h.executed_at, now())
-FROM queen.retention_history AS h
-INNER JOIN queen_v2.partition_map AS p ON p.v2_id = h.partition_id
-INNER JOIN queen_next.lanes AS l ON l.id = p.id * 10
-INNER JOIN queen_next.queues AS q ON q.id = l.queue_id
-ORDER BY h.executed_at, h.id;
-
 -- A message for each message, and each compared with its original.
 DO $$
 DECLARE
@@ -116,8 +119,9 @@ DROP FUNCTION queen_v2.copy_rest;
 DROP FUNCTION queen_v2.copy_consumers;
 DROP FUNCTION queen_v2.seq_at;
 DROP FUNCTION queen_v2.first_of;
-DROP VIEW queen_v2.groups, queen_v2.met, queen_v2.subscriptions, queen_v2.dead_letters, queen_v2.live_leases;
-DROP VIEW queen_v2.cursors, queen_v2.statuses, queen_v2.options;
+DROP VIEW queen_v2.groups, queen_v2.met, queen_v2.subscriptions, queen_v2.all_dead_letters, queen_v2.live_leases;
+DROP VIEW queen_v2.cursors, queen_v2.all_statuses, queen_v2.options;
+DROP TABLE queen_v2.statuses, queen_v2.dead_letters;
 DROP PROCEDURE queen_v2.copy;
 DROP FUNCTION queen_v2.copy_chunk;
 DROP FUNCTION queen_v2.take_changes;

@@ -103,7 +103,27 @@ INNER JOIN queen_v2.partition_map AS p ON p.id = c.lane_id / 10
 LEFT JOIN LATERAL (
     SELECT x.* FROM queen_next.consumer_states AS x WHERE x.consumer_id = c.id ORDER BY x.gen DESC LIMIT 1
 ) AS s ON TRUE;
-ANALYZE queen_v2.readers;
+-- As rows: a set with thousands of gaps would be unpacked for each message that is looked up in it.
+CREATE TABLE queen_v2.settled_ranges AS
+SELECT r.consumer_id, lower(x) AS first_seq, upper(x) - 1 AS last_seq
+FROM queen_v2.readers AS r
+CROSS JOIN LATERAL unnest(r.settled) AS x;
+CREATE INDEX ON queen_v2.settled_ranges (consumer_id, first_seq);
+CREATE FUNCTION queen_v2.is_settled(consumer_id bigint, seq bigint)
+RETURNS boolean
+LANGUAGE sql STABLE
+AS $$
+    SELECT coalesce(
+        (
+            SELECT x.last_seq >= is_settled.seq FROM queen_v2.settled_ranges AS x
+            WHERE x.consumer_id = is_settled.consumer_id AND x.first_seq <= is_settled.seq
+            ORDER BY x.first_seq DESC
+            LIMIT 1
+        ),
+        FALSE
+    );
+$$;
+ANALYZE queen_v2.readers, queen_v2.settled_ranges;
 
 CREATE TABLE queen_v2.first_pending AS
 SELECT DISTINCT ON (r.partition_id, r.consumer_group) r.partition_id, r.consumer_group, v.created_at, v.id
@@ -113,7 +133,7 @@ FROM (
 INNER JOIN queen.messages AS v ON v.partition_id = r.partition_id
 INNER JOIN queen_v2.message_map AS m ON m.v2_id = v.id
 LEFT JOIN queen_v2.readers AS x ON x.lane_id = m.lane_id AND x.consumer_group = r.consumer_group
-WHERE NOT coalesce(x.settled @> m.seq, FALSE)
+WHERE NOT queen_v2.is_settled(x.consumer_id, m.seq)
 ORDER BY r.partition_id, r.consumer_group, v.created_at, v.id;
 
 INSERT INTO queen.partition_cursors (
@@ -152,25 +172,26 @@ SELECT
     m.v2_id,
     nullif(r.consumer_group, '__QUEUE_MODE__'),
     CASE
-        WHEN NOT r.settled @> m.seq THEN 'pending'
+        WHEN NOT t.is_settled THEN 'pending'
         WHEN d.is_dead THEN 'dead_letter'
         ELSE 'completed'
     END,
     k.worker_id, k.locked_at,
-    CASE WHEN r.settled @> m.seq AND d.is_dead IS NOT TRUE THEN coalesce(k.completed_at, r.settled_at, now()) END,
+    CASE WHEN t.is_settled AND d.is_dead IS NOT TRUE THEN coalesce(k.completed_at, r.settled_at, now()) END,
     k.failed_at, coalesce(e.error_message, k.error_message),
-    CASE WHEN r.settled @> m.seq THEN coalesce(k.retry_count, 0) ELSE coalesce(e.failures, 0) END,
+    CASE WHEN t.is_settled THEN coalesce(k.retry_count, 0) ELSE coalesce(e.failures, 0) END,
     k.processing_at, coalesce(k.created_at, now())
 FROM queen_v2.readers AS r
 INNER JOIN queen_v2.message_map AS m ON m.lane_id = r.lane_id
 INNER JOIN queen.messages AS v ON v.id = m.v2_id
+CROSS JOIN LATERAL (SELECT queen_v2.is_settled(r.consumer_id, m.seq) AS is_settled) AS t
 LEFT JOIN queen_v2.first_pending AS f ON f.partition_id = r.partition_id AND f.consumer_group = r.consumer_group
 LEFT JOIN queen_next.redeliveries AS e ON e.consumer_id = r.consumer_id AND e.seq = m.seq
-LEFT JOIN LATERAL (
-    SELECT TRUE AS is_dead FROM queen_next.dead_letter_queue AS x
-    WHERE x.lane_id = m.lane_id AND x.seq = m.seq AND x.consumer_group = r.consumer_group AND x.requeued_at IS NULL
-    LIMIT 1
-) AS d ON TRUE
+LEFT JOIN (
+    SELECT DISTINCT x.lane_id, x.seq, x.consumer_group, TRUE AS is_dead
+    FROM queen_next.dead_letter_queue AS x
+    WHERE x.requeued_at IS NULL
+) AS d ON d.lane_id = m.lane_id AND d.seq = m.seq AND d.consumer_group = r.consumer_group
 LEFT JOIN (
     SELECT DISTINCT ON (x.message_id, coalesce(x.consumer_group, '__QUEUE_MODE__')) x.*
     FROM queen_v2.messages_status AS x
@@ -178,7 +199,7 @@ LEFT JOIN (
 ) AS k ON k.message_id = m.v2_id AND coalesce(k.consumer_group, '__QUEUE_MODE__') = r.consumer_group
 WHERE
     k.id IS NOT NULL OR e.seq IS NOT NULL
-    OR (r.settled @> m.seq AND (v.created_at, v.id) > (f.created_at, f.id));
+    OR (t.is_settled AND (v.created_at, v.id) > (f.created_at, f.id));
 
 INSERT INTO queen.partition_leases (
     partition_id, consumer_group, lease_expires_at, message_batch, batch_size, acked_count, created_at

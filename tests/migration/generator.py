@@ -46,8 +46,15 @@ PAYLOADS = (
 )  # fmt: skip
 
 # (status, retries beyond the limit or None for no retries at all): below the cursor, and beyond it.
-SETTLED = (("completed", None), ("completed", -1), ("dead_letter", 0), ("failed", 0), ("failed", 2))
-UNSETTLED = (("pending", None), ("processing", 1), ("failed", -1), ("pending", -2), ("evicted", None))
+SETTLED = (
+    ("completed", None),
+    ("completed", -1),
+    ("dead_letter", 0),
+    ("failed", 0),
+    ("failed", 2),
+    ("evicted", None),
+)
+UNSETTLED = (("pending", None), ("processing", 1), ("failed", -1), ("pending", -2))
 
 COLUMNS = {
     "queues": "id name namespace task priority lease_time retry_limit retry_delay dead_letter_queue"
@@ -213,7 +220,8 @@ def _add_consumer(
             continue
         # Mostly settled, below the cursor and in islands beyond it; the others are left over on both sides.
         likely, rare = (SETTLED, UNSETTLED) if place < position or place // 7 % 2 else (UNSETTLED, SETTLED)
-        status, beyond = (likely if draw > 0.06 else rare)[place % 5]
+        statuses = likely if draw > 0.06 else rare
+        status, beyond = statuses[place % len(statuses)]
         retries = 0 if beyond is None else max(limit + beyond, 0)
         if (status, beyond) in UNSETTLED:
             unsettled.append(message)

@@ -99,7 +99,7 @@ _V2_STATUSES = f"""
             s.*, m.partition_id, coalesce(s.consumer_group, '{QUEUE_MODE}') AS reader,
             CASE
                 WHEN s.status = 'completed' THEN 'settled'
-                WHEN s.status = 'dead_letter' THEN 'dead letter'
+                WHEN s.status IN ('dead_letter', 'evicted') THEN 'dead letter'
                 WHEN s.status = 'failed' AND coalesce(s.retry_count, 0) >= coalesce(q.retry_limit, 3)
                     THEN CASE
                         WHEN q.dlq_after_max_retries OR q.dead_letter_queue THEN 'dead letter' ELSE 'settled'
