@@ -229,7 +229,7 @@ $$;
 
 -- All that is there, a chunk a transaction; ends when hardly anything came meanwhile. To be called outside a transaction;
 -- killed and called again it goes on where it was.
-CREATE PROCEDURE queen_v2.copy(chunk integer DEFAULT 10000)
+CREATE PROCEDURE queen_v2.copy(chunk integer)
 LANGUAGE plpgsql
 AS $$
 DECLARE

@@ -184,7 +184,11 @@ SELECT
 FROM queen_v2.readers AS r
 INNER JOIN queen_v2.message_map AS m ON m.lane_id = r.lane_id
 INNER JOIN queen.messages AS v ON v.id = m.v2_id
+INNER JOIN queen_next.lanes AS l ON l.id = r.lane_id
+INNER JOIN queen_next.queues AS q ON q.id = l.queue_id
 CROSS JOIN LATERAL (SELECT queen_v2.is_settled(r.consumer_id, m.seq) AS is_settled) AS t
+LEFT JOIN queen_next.consumer_groups_metadata AS s
+    ON s.consumer_group = r.consumer_group AND s.queue_name = q.name AND s.partition_name IS NULL
 LEFT JOIN queen_v2.first_pending AS f ON f.partition_id = r.partition_id AND f.consumer_group = r.consumer_group
 LEFT JOIN queen_next.redeliveries AS e ON e.consumer_id = r.consumer_id AND e.seq = m.seq
 LEFT JOIN (
@@ -199,6 +203,8 @@ LEFT JOIN (
 ) AS k ON k.message_id = m.v2_id AND coalesce(k.consumer_group, '__QUEUE_MODE__') = r.consumer_group
 WHERE
     k.id IS NOT NULL OR e.seq IS NOT NULL
+    -- Pending in spite of its dead letter, or though it is older than the subscription.
+    OR (NOT t.is_settled AND (d.is_dead OR v.created_at < s.subscription_timestamp))
     OR (t.is_settled AND (v.created_at, v.id) > (f.created_at, f.id));
 
 INSERT INTO queen.partition_leases (

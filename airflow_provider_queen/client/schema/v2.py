@@ -28,6 +28,8 @@ Script = tuple[str, str]
 # Producers queue behind whoever waits for these locks: one wait is short (lock_timeout in the scripts), and
 # there are several.
 LOCK_ATTEMPTS = 20
+COPY_CHUNK = 10_000
+"""Messages that one transaction of an expansion copies."""
 _LOCKED = (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected)
 
 
@@ -44,7 +46,7 @@ class Expansion:
 
     def copy(self) -> Script:
         """As often as wanted, in transactions of its own."""
-        return "v2/expand.sql (copy)", "CALL queen_v2.copy();\n"
+        return "v2/expand.sql (copy)", f"CALL queen_v2.copy({COPY_CHUNK});\n"
 
     def cutover(self) -> Script:
         return "v2/cutover.sql", self._files.script("v2/cutover.sql")
