@@ -65,7 +65,7 @@ class PushedBatch(NamedTuple):
 
 
 def message_id(lane_id: int, seq: int) -> str:
-    """A message's address as its id. SQL's ``queen.message_id``, here so that a push need not send them all."""
+    """A message's address as its id: SQL's ``queen.message_id``, so that a push need not send them all."""
     digits = f"{lane_id:012x}80008{seq:015x}"
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 

@@ -101,24 +101,19 @@ SELECT
 FROM queen.consumer_groups AS g
 INNER JOIN queen_v2.options AS o ON o.v2_id = g.queue_id;
 
--- The first `wanted` of a set of numbers.
+-- The first `wanted` of a set of numbers, which a multirange has in order.
 CREATE FUNCTION queen_v2.first_of(numbers int8multirange, wanted bigint)
 RETURNS int8multirange
-LANGUAGE plpgsql IMMUTABLE
+LANGUAGE sql IMMUTABLE
 SET search_path = pg_catalog, pg_temp
 AS $$
-DECLARE
-    part int8range;
-    chosen int8multirange := '{}';
-BEGIN
-    FOR part IN SELECT r FROM unnest(numbers) AS r ORDER BY r LOOP
-        EXIT WHEN wanted <= 0;
-        part := part * int8range(lower(part), lower(part) + wanted);
-        chosen := chosen + int8multirange(part);
-        wanted := wanted - (upper(part) - lower(part));
-    END LOOP;
-    RETURN chosen;
-END
+    SELECT coalesce(range_agg(int8range(f.n, f.n, '[]')), '{}')
+    FROM (
+        SELECT g.n
+        FROM unnest(numbers) AS r
+        CROSS JOIN LATERAL generate_series(lower(r), upper(r) - 1) AS g (n)
+        LIMIT greatest(wanted, 0)
+    ) AS f;
 $$;
 
 -- The last seq of a partition that lies at or before a place in v2's order.
@@ -220,18 +215,7 @@ BEGIN
     WHERE s.lane_id = ANY (lanes) AND NOT s.is_settled AND s.retry_count > 0;
 
     -- A live lease goes on: nobody else gets its messages before it runs out. v2's worker has no token to settle them by.
-    UPDATE queen_next.consumer_states AS s
-    SET
-        lease_id = (lpad(to_hex(s.consumer_id), 12, '0') || right(replace(gen_random_uuid()::text, '-', ''), 20))::uuid,
-        lease_expires_at = h.lease_expires_at,
-        popped_at = h.created_at,
-        first_seq = lower(h.held),
-        last_seq = upper(h.held) - 1,
-        held = h.held,
-        attempt = 1 + coalesce(
-            (SELECT max(r.failures) FROM queen_next.redeliveries AS r WHERE r.consumer_id = s.consumer_id AND h.held @> r.seq), 0
-        )
-    FROM (
+    WITH leases AS MATERIALIZED ( -- each `held` is computed once
         SELECT
             c.id, l.lease_expires_at, l.created_at,
             CASE
@@ -240,10 +224,15 @@ BEGIN
                         (
                             SELECT range_agg(int8range(m.seq, m.seq, '[]'))
                             FROM jsonb_array_elements(l.message_batch) AS e (entry)
+                            CROSS JOIN LATERAL (
+                                SELECT CASE jsonb_typeof(e.entry)
+                                    WHEN 'string' THEN e.entry #>> '{}' ELSE e.entry ->> 'id'
+                                END AS named
+                            ) AS n
                             INNER JOIN queen_v2.message_map AS m
                                 ON m.lane_id = l.lane_id
-                                AND m.v2_id::text = CASE jsonb_typeof(e.entry)
-                                    WHEN 'string' THEN e.entry #>> '{}' ELSE e.entry ->> 'id'
+                                AND m.v2_id = CASE
+                                    WHEN n.named ~* '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$' THEN n.named::uuid
                                 END
                         ),
                         '{}'
@@ -259,7 +248,26 @@ BEGIN
         ) AS p
         CROSS JOIN LATERAL (SELECT coalesce(jsonb_typeof(l.message_batch), '') = 'array' AS is_list) AS b
         WHERE l.lane_id = ANY (lanes)
-    ) AS h
+    )
+
+    UPDATE queen_next.consumer_states AS s
+    SET
+        lease_id = (lpad(to_hex(s.consumer_id), 12, '0') || right(replace(gen_random_uuid()::text, '-', ''), 20))::uuid,
+        lease_expires_at = h.lease_expires_at,
+        popped_at = h.created_at,
+        first_seq = lower(h.held),
+        last_seq = upper(h.held) - 1,
+        held = h.held,
+        attempt = 1 + coalesce(
+            (
+                SELECT max(r.failures)
+                FROM unnest(h.held) AS x
+                INNER JOIN queen_next.redeliveries AS r
+                    ON r.consumer_id = s.consumer_id AND r.seq >= lower(x) AND r.seq < upper(x)
+            ),
+            0
+        )
+    FROM leases AS h
     WHERE s.consumer_id = h.id AND NOT isempty(h.held);
 
     INSERT INTO queen_next.dead_letter_queue (

@@ -11,9 +11,9 @@
 --     deleted, copied                      seqs would have a gap: the partition is rewound to there
 --   The last notes are taken under a lock that no producer passes (cutover.sql). Who waits for that lock finds v2's table
 --   gone when it gets it, and fails: a producer always learns whether its message is stored.
--- Lock order: the consumers' tables, then queen.messages, queen.partitions, queen.queues; a producer takes the latter in
--- the same order. v2's retention goes from messages to messages_status: such a circle PostgreSQL breaks with 40P01, and
--- the runner repeats the cutover.
+-- Lock order of the cutover: the consumers' tables, then queen.messages, queen.partitions, queen.queues; a producer takes
+-- the latter in the same order. v2's retention goes from messages to messages_status: such a circle PostgreSQL breaks
+-- with 40P01, and the runner repeats the cutover with stop.sql before it, which begins with queen.messages.
 
 CREATE TABLE queen_v2.changes (
     partition_id uuid,

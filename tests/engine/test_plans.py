@@ -1,9 +1,10 @@
 """Flat cost: what push, pop, settle and depth read depends on the batch, and on nothing else.
 
 Measured are the pages that a call touches and the rows it fetches, statements inside the functions included;
-not time. Two sessions with the same million messages: one whose plans were made while every table was empty (or
-held a handful of rows, and statistics said so), and one that planned with full statistics. Where the server has auto_explain (PostgreSQL from a package has,
-the wheel's has not), each plan inside the functions is looked at too: index scans with a condition, no other.
+not time. Two sessions with the same million messages: one whose plans were made while every table was empty
+(or held a handful of rows, and statistics said so), and one that planned with full statistics. Where the
+server has auto_explain (PostgreSQL from a package has, the wheel's has not), each plan inside the functions
+is looked at too: index scans with a condition, no other.
 """
 
 from __future__ import annotations

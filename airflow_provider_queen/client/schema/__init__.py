@@ -17,10 +17,12 @@ from airflow_provider_queen.client.schema.state import V2, is_v2, read_state, re
 
 if TYPE_CHECKING:
     from airflow_provider_queen.client.schema.readiness import Preflight
+    from airflow_provider_queen.client.schema.v2 import Verification
 
 __all__ = [
     "MigrationPlan",
     "MigrationReport",
+    "backup",
     "check",
     "current_version",
     "dry_run",
@@ -29,6 +31,7 @@ __all__ = [
     "plan",
     "preflight",
     "stamp",
+    "verification",
 ]
 
 
@@ -79,6 +82,13 @@ def preflight(conninfo: str, *, sql_folder: Path | None = None) -> Preflight:
     return preflight(conninfo, schema_files(sql_folder))
 
 
+def backup(conninfo: str, folder: Path) -> Path:
+    """``pg_dump`` of the schema ``queen`` into a new file of ``folder``; its path."""
+    from airflow_provider_queen.client.schema import dump
+
+    return dump.backup(conninfo, folder)
+
+
 def stamp(conninfo: str, revision: str, *, sql_folder: Path | None = None) -> None:
     """Record ``revision`` as the database's version and run nothing: for tables made by other means."""
     from airflow_provider_queen.client.schema import runner
@@ -93,6 +103,13 @@ def current_version(connection: psycopg.Connection[Any]) -> str | None:
     """
     version = read_state(connection).version
     return V2 if version is None and is_v2(connection) else version
+
+
+def verification(connection: psycopg.Connection[Any]) -> list[Verification]:
+    """What was compared when v2 was migrated, queue by queue; empty where v2's tables are not kept."""
+    from airflow_provider_queen.client.schema import v2
+
+    return v2.verification(connection)
 
 
 def head_version(*, sql_folder: Path | None = None) -> str:

@@ -10,7 +10,7 @@ from psycopg.rows import namedtuple_row
 
 from airflow_provider_queen.client.schema.files import SchemaFiles, statement
 from airflow_provider_queen.client.schema.runner import connect, recorded_state
-from airflow_provider_queen.client.schema.state import require_known
+from airflow_provider_queen.client.schema.state import V2, require_known
 from airflow_provider_queen.exceptions import QueenError
 
 OLDEST_POSTGRES = 14  # the first with multiranges, which hold what was settled ahead of a cursor
@@ -26,6 +26,11 @@ class Preflight:
     """Their holders wait while the migration runs, and settle after it."""
     schema_bytes: int
     """What the schema ``queen`` takes on the server's disk, indexes included."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether a migration to head copies every message: about as much disk again is needed."""
+        return self.version == V2
 
 
 def preflight(conninfo: str, files: SchemaFiles) -> Preflight:

@@ -114,9 +114,9 @@ def migrate(
 def _cut_over(
     raw: psycopg.Connection[Any], target: str, files: SchemaFiles, only: Direction | None
 ) -> MigrationReport:
-    for _ in range(v2.LOCK_ATTEMPTS):
+    for attempt in range(v2.LOCK_ATTEMPTS):
         try:
-            return _migrate(raw, target, files, only)
+            return _migrate(raw, target, files, only, producers_first=attempt > 0)
         except QueenError as error:
             if not v2.was_locked(error):
                 raise
@@ -127,7 +127,12 @@ def _cut_over(
 
 
 def _migrate(
-    raw: psycopg.Connection[Any], target: str, files: SchemaFiles, only: Direction | None
+    raw: psycopg.Connection[Any],
+    target: str,
+    files: SchemaFiles,
+    only: Direction | None,
+    *,
+    producers_first: bool = False,
 ) -> MigrationReport:
     with _transaction(raw) as connection:
         state = recorded_state(raw, files)
@@ -138,7 +143,7 @@ def _migrate(
         def online(opts: dict[str, Any]) -> MigrationContext:
             return MigrationContext.configure(connection, opts=opts)
 
-        return _run(files, state, goal, partial(_execute, raw), online)
+        return _run(files, state, goal, partial(_execute, raw), online, producers_first=producers_first)
 
 
 def dry_run(conninfo: str | None, target: str, files: SchemaFiles, *, only: Direction | None = None) -> str:
@@ -241,6 +246,8 @@ def _run(
     goal: str | None,
     emit: Emit,
     configure: Callable[[dict[str, Any]], MigrationContext],
+    *,
+    producers_first: bool = False,
 ) -> MigrationReport:
     expands = _expands(state, goal, files)
     expansion = v2.Expansion(files)
@@ -249,7 +256,7 @@ def _run(
         if state.version is None and goal != V2:
             instead[files.revisions[0].up] = []  # a new database passes v2 by
         elif expands:
-            instead[files.after(V2).up] = [expansion.cutover()]
+            instead[files.after(V2).up] = expansion.cutover(producers_first=producers_first)
         elif goal == V2:
             instead[files.after(V2).down] = expansion.restore()
     if state.version in (None, V2):  # below are no objects of ours

@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 from psycopg.rows import tuple_row
@@ -24,6 +24,19 @@ log = logging.getLogger(__name__)
 
 Script = tuple[str, str]
 """The name of a script, for errors, and its text."""
+
+
+class Verification(NamedTuple):
+    """Of one queue and group, when v2 was migrated: messages copied, and what was pending on either side."""
+
+    queue_name: str
+    consumer_group: str | None
+    messages: int
+    checksum: str
+    """A sum over all messages of the queue, the same for v2's and for ours."""
+    pending_in_v2: int | None
+    pending: int | None
+
 
 # Producers queue behind whoever waits for these locks: one wait is short (lock_timeout in the scripts), and
 # there are several.
@@ -48,8 +61,11 @@ class Expansion:
         """As often as wanted, in transactions of its own."""
         return "v2/expand.sql (copy)", f"CALL queen_v2.copy({COPY_CHUNK});\n"
 
-    def cutover(self) -> Script:
-        return "v2/cutover.sql", self._files.script("v2/cutover.sql")
+    def cutover(self, *, producers_first: bool) -> Iterator[Script]:
+        """In the migration's transaction. Producers first: where the usual order of locks met a deadlock."""
+        if producers_first:
+            yield "v2/stop.sql", self._files.script("v2/stop.sql")
+        yield "v2/cutover.sql", self._files.script("v2/cutover.sql")
 
     def verify(self) -> Script:
         return "v2/verify.sql", self._files.script("v2/verify.sql")
@@ -148,6 +164,14 @@ def abandon(raw: psycopg.Connection[Any], files: SchemaFiles) -> bool:
         return False
     _attempt(raw, [Expansion(files).abandon()])
     return True
+
+
+def verification(raw: psycopg.Connection[Any]) -> list[Verification]:
+    """What was compared at the migration from v2; nothing where v2's tables are not kept."""
+    with raw.cursor(row_factory=tuple_row) as cursor:
+        if cursor.execute(statement("keeps_v2").encode()).fetchone() != (True,):
+            return []
+        return [Verification(*row) for row in cursor.execute(statement("verification").encode())]
 
 
 def was_locked(error: QueenError) -> bool:
