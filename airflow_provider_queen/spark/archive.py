@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import uuid
 from collections.abc import Iterator, Sequence
@@ -28,8 +27,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from airflow_provider_queen.exceptions import InvalidOptionError, QueenError
+from airflow_provider_queen.exceptions import QueenError
 from airflow_provider_queen.spark.connection import ConnectionInfo, call
+from airflow_provider_queen.spark.folders import Folder, to_disk
 from airflow_provider_queen.spark.ranges import Range, bounds, scan_messages, size, to_batch
 from airflow_provider_queen.spark.schemas import MESSAGES, arrow_schema
 
@@ -115,28 +115,12 @@ def new_run_id() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:8]}"
 
 
-class Archive:
-    """The folder of the archive. Pickled into Spark's tasks, so it holds nothing but its location."""
-
-    def __init__(self, location: str) -> None:
-        # Executors have working directories of their own.
-        self.location = location if "://" in location else os.path.abspath(location)
-
-    def open(self) -> tuple[Any, str]:
-        """The file system, and the path of the archive in it."""
-        try:
-            filesystem, root = fs.FileSystem.from_uri(self.location)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise InvalidOptionError(f"no archive can be kept at {self.location!r}: {error}") from None
-        return filesystem, root.rstrip("/")
+class Archive(Folder):
+    """The folder of the archive."""
 
     def prepare(self) -> None:
         """Create the folder now, so that a place that cannot be written is found out before any work."""
-        filesystem, root = self.open()
-        try:
-            filesystem.create_dir(f"{root}/{MANIFESTS}", recursive=True)
-        except OSError as error:
-            raise InvalidOptionError(f"no archive can be kept at {self.location!r}: {error}") from None
+        self.create(MANIFESTS)
 
     def manifests(self) -> list[Manifest]:
         """All manifests, oldest first."""
@@ -200,13 +184,8 @@ class Archive:
 
     def commit(self, manifest: Manifest) -> None:
         """Make a run's files part of the archive: the manifest gets its name when it is whole."""
-        filesystem, root = self.open()
-        path = f"{root}/{MANIFESTS}/{manifest.run_id}.json"
-        with filesystem.open_output_stream(f"{path}.part") as stream:
+        with self.appearing(MANIFESTS, f"{manifest.run_id}.json") as stream:
             stream.write(manifest.to_json().encode())
-        _to_disk(filesystem, f"{path}.part")
-        filesystem.move(f"{path}.part", path)
-        _to_disk(filesystem, f"{root}/{MANIFESTS}")
 
     def paths(self, files: Sequence[ArchivedFile]) -> list[str]:
         """Where files are, for Spark: to it a path without a scheme is one of its default file system."""
@@ -248,7 +227,7 @@ class _Files:
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
-            _to_disk(self._filesystem, writer.where)
+            to_disk(self._filesystem, writer.where)
 
     def written(self) -> list[ArchivedFile]:
         return [
@@ -274,16 +253,6 @@ def _checksums(batch: pa.RecordBatch) -> Iterator[tuple[int, int]]:
         text = "\x1f".join("" if value is None else str(value) for value in values)
         digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
         yield values[0], int(digest[:15], 16)
-
-
-def _to_disk(filesystem: Any, path: str) -> None:
-    """Let a file survive the machine, too: messages are deleted on its word."""
-    if isinstance(filesystem, fs.LocalFileSystem):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -212,10 +212,11 @@ class DeliveriesReader(_RowsById):
 class DeadLettersReader(_RowsById):
     """Reads ``queen.dead_letter_queue``."""
 
+    time_column = "failed_at"
     scan = "scan_dead_letters"
 
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
-        rows = call(connection, "dead_letter_ranges", IdRange._fields, self.slices)
+        rows = call(connection, "dead_letter_ranges", IdRange._fields, self.bounds.time_from, self.slices)
         return [Slice([IdRange(*bounds)]) for bounds in rows]
 
 

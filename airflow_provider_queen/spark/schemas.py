@@ -110,6 +110,9 @@ TABLES = {
     "consumers": CONSUMERS,
 }
 
+#: Columns that are read only where ``.schema(...)`` names them, because they are computed.
+ON_REQUEST = {"messages": StructType([StructField("payload_bytes", IntegerType())])}
+
 _ARROW: dict[DataType, pa.DataType] = {
     BooleanType(): pa.bool_(),
     IntegerType(): pa.int32(),
@@ -129,12 +132,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def select(table: str, names: Iterable[str]) -> StructType:
     """Return the schema of some columns of ``table``, for ``.schema(...)``."""
-    return StructType([TABLES[table][name] for name in names])
+    known = known_columns(table)
+    return StructType([StructField(name, known[name]) for name in names])
+
+
+def known_columns(table: str) -> dict[str, DataType]:
+    """What may be asked for, and its type."""
+    return {field.name: field.dataType for field in [*TABLES[table], *ON_REQUEST.get(table, [])]}
 
 
 def check_columns(table: str, wanted: StructType) -> None:
     """Refuse columns that the table lacks, and types that would need a cast inside the data source."""
-    known = {field.name: field.dataType for field in TABLES[table]}
+    known = known_columns(table)
     for field in wanted:
         if field.name not in known:
             raise InvalidOptionError(f"{table} has no column {field.name!r}; {nearest(field.name, known)}")

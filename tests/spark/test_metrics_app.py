@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import psycopg
+import pyarrow.parquet as pq
 import pytest
 from airflow.models import DagBag
 from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
@@ -21,7 +22,7 @@ from airflow_provider_queen.exceptions import InvalidOptionError
 from airflow_provider_queen.operators import spark as operators
 from airflow_provider_queen.operators.spark import QueenSparkOperator
 from airflow_provider_queen.resources import dags_folder, spark_app
-from tests.spark.apps import load_app
+from tests.spark.apps import load_app, summary_of
 
 SECRET = "n0t-to-be-seen-4711"
 
@@ -81,18 +82,68 @@ def test_a_dry_run_stores_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     spark: SparkSession,
+    tmp_path: Path,
     queen_dsn: str,
     deliver: psycopg.Connection[Any],
 ) -> None:
     monkeypatch.setenv("QUEEN_DSN", queen_dsn)
-    assert app.main(["--dry-run", "--queue-name", "mails"]) == 0
+    arguments = ["--queue-name", "mails", "--output", str(tmp_path), "--spark-threshold", "1"]
+    assert app.main(["--dry-run", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     summary = json.loads(lines[-1])
     assert (summary["pushed"], summary["written"], summary["dry_run"]) == (77, 0, True)
     assert any("would record" in line for line in lines[:-1])
     assert deliver.execute("SELECT count(*) FROM queen.queue_metrics").fetchone() == (0,)
+    assert deliver.execute("SELECT count(*) FROM queen.anomalies").fetchone() == (0,)
+    assert list(tmp_path.iterdir()) == []
     # The session was not the application's own.
     assert spark.range(1).count() == 1
+
+
+def no_spark(*_: Any) -> None:
+    raise AssertionError("Spark was started")
+
+
+def test_small_work_goes_without_spark_and_to_parquet_too(
+    app: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    queen_dsn: str,
+    deliver: psycopg.Connection[Any],
+) -> None:
+    monkeypatch.setenv("QUEEN_DSN", queen_dsn)
+    monkeypatch.setattr(app, "session", no_spark)
+    with pytest.raises(AssertionError, match="Spark was started"):
+        app.main(["--spark-threshold", "4200"])
+    deliver.execute("SELECT queen.pop('mails', NULL, 'g', 5, auto_ack => TRUE)")
+    deliver.execute("UPDATE queen.consumer_states SET settled_at = settled_at - interval '1 hour'")
+    deliver.execute("UPDATE queen.consumer_states SET popped_at = popped_at - interval '1 hour'")
+    assert app.main(["--output", str(tmp_path)]) == 0
+    summary = summary_of(capsys)
+    assert (summary["pushed"], summary["critical"]) == (1577, 1)
+
+    for table, left_out in (("queue_metrics", {"computed_at"}), ("anomalies", {"id", "detected_at"})):
+        (path,) = (tmp_path / table).iterdir()
+        assert path.name == f"{summary['run_id']}.parquet"
+        in_file = pq.read_table(path).to_pylist()
+        cursor = deliver.execute(f"SELECT * FROM queen.{table}")
+        names = [column.name for column in cursor.description or ()]
+        assert {*in_file[0], "id"} == {*names, "id"}
+        kept = [name for name in names if name not in left_out]
+        stored = [tuple(dict(zip(names, row, strict=True))[name] for name in kept) for row in cursor]
+        assert {tuple(row[name] for name in kept) for row in in_file} == set(stored)
+
+
+def test_a_place_that_cannot_be_written_ends_with_a_sentence_and_2(
+    app: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    queen_dsn: str,
+) -> None:
+    monkeypatch.setenv("QUEEN_DSN", queen_dsn)
+    assert app.main(["--output", "/dev/null/x"]) == 2
+    assert "no files can be kept at '/dev/null/x'" in capsys.readouterr().err
 
 
 def connection_json(dsn: str) -> str:
@@ -125,7 +176,7 @@ def test_submitted_by_the_operator_and_the_password_shows_nowhere(
     operator = QueenSparkOperator(
         task_id="metrics",
         application=str(spark_app("metrics.py")),
-        application_args=["--bucket-seconds=60", ""],
+        application_args=["--bucket-seconds=60", "", "--spark-threshold=1"],
         conf={
             "spark.eventLog.enabled": "true",
             "spark.eventLog.dir": tmp_path.as_uri(),

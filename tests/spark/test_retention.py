@@ -17,7 +17,7 @@ from airflow.models import DagBag
 from pyspark.sql import SparkSession
 
 from airflow_provider_queen.resources import dags_folder, spark_app
-from airflow_provider_queen.spark import ConnectionInfo, archive, jobs, retention
+from airflow_provider_queen.spark import ConnectionInfo, archive, folders, jobs, retention
 from airflow_provider_queen.spark.archive import Archive, ArchivedFile, ArchiveError
 from airflow_provider_queen.spark.ranges import Range
 from tests.spark.apps import BOTH_SERVERS, load_app, summary_of
@@ -141,7 +141,8 @@ STAGES = [
     ("all pieces are written", retention, "verify_portion", kill_before),
     ("all is verified", archive.Archive, "commit", kill_before),
     ("half of the manifest is written", archive.Manifest, "to_json", kill_after),
-    ("the manifest has no name yet", archive, "_to_disk", kill_after),
+    ("a file is on disk", archive, "to_disk", kill_after),
+    ("the manifest has no name yet", folders, "to_disk", kill_after),
     ("the manifest is committed", archive.Archive, "commit", kill_after),
     ("the first chunk is deleted", jobs, "call", None),
 ]
@@ -317,8 +318,8 @@ def test_odd_names_are_folders_too() -> None:
     ("arguments", "sentence"),
     [
         (["--chunk", "0"], "a number of messages from 1"),
-        (["--archive", "nowhere://x/y"], "no archive can be kept at 'nowhere://x/y'"),
-        (["--archive", "/dev/null/x"], "no archive can be kept at '/dev/null/x'"),
+        (["--archive", "nowhere://x/y"], "no files can be kept at 'nowhere://x/y'"),
+        (["--archive", "/dev/null/x"], "no files can be kept at '/dev/null/x'"),
         (["--queue-name", "ordres"], "there is no queue 'ordres'"),
     ],
 )
