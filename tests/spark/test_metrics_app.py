@@ -13,16 +13,13 @@ import psycopg
 import pyarrow.parquet as pq
 import pytest
 from airflow.models import DagBag
-from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
-from psycopg.conninfo import conninfo_to_dict
 from pyspark.sql import SparkSession
 
-import airflow_provider_queen
 from airflow_provider_queen.exceptions import InvalidOptionError
 from airflow_provider_queen.operators import spark as operators
 from airflow_provider_queen.operators.spark import QueenSparkOperator
 from airflow_provider_queen.resources import dags_folder, spark_app
-from tests.spark.apps import load_app, summary_of
+from tests.spark.apps import connection_json, load_app, summary_of
 
 SECRET = "n0t-to-be-seen-4711"
 
@@ -144,73 +141,6 @@ def test_a_place_that_cannot_be_written_ends_with_a_sentence_and_2(
     monkeypatch.setenv("QUEEN_DSN", queen_dsn)
     assert app.main(["--output", "/dev/null/x"]) == 2
     assert "no files can be kept at '/dev/null/x'" in capsys.readouterr().err
-
-
-def connection_json(dsn: str) -> str:
-    parts = conninfo_to_dict(dsn)
-    fields = {
-        "conn_type": "postgres",
-        "host": parts.get("host"),
-        "schema": parts.get("dbname"),
-        "login": parts.get("user"),
-        "password": parts.get("password"),
-    }
-    return json.dumps({**fields, **({"port": int(parts["port"])} if parts.get("port") else {})})
-
-
-def test_submitted_by_the_operator_and_the_password_shows_nowhere(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-    queen_dsn: str,
-    deliver: psycopg.Connection[Any],
-) -> None:
-    secret = str(conninfo_to_dict(queen_dsn)["password"])
-    monkeypatch.setenv("AIRFLOW_CONN_QUEEN_DEFAULT", connection_json(queen_dsn))
-    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", '{"conn_type": "spark", "host": "local[2]"}')
-    monkeypatch.setenv("PYTHONPATH", str(Path(airflow_provider_queen.__file__).parents[1]))
-    # Otherwise spark-submit would hand the job to the session that runs these tests.
-    for name in [name for name in os.environ if name.startswith(("PYSPARK_GATEWAY", "SPARK_CONF"))]:
-        monkeypatch.delenv(name)
-    operator = QueenSparkOperator(
-        task_id="metrics",
-        application=str(spark_app("metrics.py")),
-        application_args=["--bucket-seconds=60", "", "--spark-threshold=1"],
-        conf={
-            "spark.eventLog.enabled": "true",
-            "spark.eventLog.dir": tmp_path.as_uri(),
-            "spark.eventLog.compress": "false",
-            "spark.ui.enabled": "false",
-            "spark.driver.host": "127.0.0.1",
-            "spark.driver.bindAddress": "127.0.0.1",
-            "spark.sql.shuffle.partitions": "2",
-        },
-    )
-    seen: list[list[str]] = []
-    build = SparkSubmitHook._build_spark_submit_command
-    monkeypatch.setattr(
-        SparkSubmitHook,
-        "_build_spark_submit_command",
-        lambda self, application: seen.append(build(self, application)) or seen[-1],
-    )
-    with caplog.at_level("DEBUG"):
-        summary = operator.execute({})
-
-    assert summary is not None
-    assert (summary["application"], summary["pushed"]) == ("queen-metrics", 1577)
-    assert deliver.execute("SELECT count(*) FROM queen.queue_metrics").fetchone() == (summary["written"],)
-    events = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    assert "SparkListenerApplicationEnd" in events
-    assert "queen" in events
-    rendered = json.dumps({name: getattr(operator, name) for name in operator.template_fields}, default=str)
-    captured = capfd.readouterr()
-    # Both ends of the way: the password did reach the child, and the places searched are not empty ones.
-    assert operator._hook is not None
-    assert secret in (operator._hook._env or {})["QUEEN_DSN"]
-    assert "queen-metrics: connected to" in caplog.text + captured.out + captured.err
-    for place in (events, " ".join(seen[0]), caplog.text, captured.out, captured.err, rendered):
-        assert secret not in place
 
 
 def test_a_missing_spark_connection_is_an_error_not_yarn(monkeypatch: pytest.MonkeyPatch) -> None:
