@@ -73,10 +73,10 @@ class LastChance(NamedTuple):
 def find(connection: ConnectionInfo, rows: Sequence[BucketMetrics], queue_name: str | None) -> list[Anomaly]:
     """Everything that is worth a look at this moment: in new figures, and in where the consumers stand."""
     with connection.connect() as database:
-        standings = [Standing(*row) for row in call(database, "scan_consumers", CONSUMER_COLUMNS, queue_name)]
+        consumers = call(database, "scan_consumers", CONSUMER_COLUMNS, queue_name, None, None)
         last_chances = call(database, "near_dead_letters", LastChance._fields, queue_name)
         limits = dict(call(database, "list_queues", ["name", "max_message_bytes"], None))
-    now = datetime.now(UTC)
+    standings, now = [Standing(*row) for row in consumers], datetime.now(UTC)
     return [
         *stuck_partitions(standings, now),
         *silent_consumers(standings, now),

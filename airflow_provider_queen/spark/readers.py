@@ -25,10 +25,11 @@ from pyspark.sql.datasource import (
     LessThan,
     LessThanOrEqual,
 )
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StringType, StructType
 
 from airflow_provider_queen.client import Keyring
 from airflow_provider_queen.spark.connection import ConnectionInfo, Keys, call, check_queue
+from airflow_provider_queen.spark.payloads import parser
 from airflow_provider_queen.spark.ranges import BATCH_ROWS, Range, scan_messages, to_batch
 from airflow_provider_queen.spark.schemas import arrow_schema
 
@@ -58,6 +59,7 @@ class Bounds:
 
     queue_name: str | None = None
     partition_name: str | None = None
+    consumer_group: str | None = None
     time_from: datetime | None = None
     time_before: datetime | None = None
 
@@ -68,11 +70,18 @@ class Bounds:
                 return replace(self, queue_name=name)
             case EqualTo(attribute=("partition_name",), value=str(name)):
                 return replace(self, partition_name=name)
+            case EqualTo(attribute=("consumer_group",), value=str(name)):
+                return replace(self, consumer_group=name)
             case GreaterThan() | GreaterThanOrEqual() | LessThan() | LessThanOrEqual() | EqualTo():
                 value = condition.value
                 if condition.attribute == (time_column,) and isinstance(value, datetime) and value.tzinfo:
                     return self._narrowed_in_time(condition, value)
         return self
+
+    @property
+    def names(self) -> tuple[str | None, str | None, str | None]:
+        """Queue, partition and group: what the functions that scan a table take."""
+        return self.queue_name, self.partition_name, self.consumer_group
 
     def _narrowed_in_time(self, condition: Filter, moment: datetime) -> Bounds:
         bounds = self
@@ -124,7 +133,8 @@ class QueenReader(DataSourceReader):
         with self.connection.connect() as connection:
             for rows in self.fetch(connection, fetched, partition):
                 if rows:
-                    yield to_batch(unsealed(rows, fetched, len(names), keyring), schema)
+                    opened = unsealed(rows, fetched, len(names), keyring)
+                    yield to_batch(parsed(opened, self.schema), schema)
 
     @abstractmethod
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
@@ -150,6 +160,15 @@ def unsealed(rows: list[Row], columns: Sequence[str], kept: int, keyring: Keyrin
         return (*row[:payload], text, *row[payload + 1 :])[:kept]
 
     return [opened(row) for row in rows]
+
+
+def parsed(rows: list[Row], schema: StructType) -> list[Row]:
+    """The rows with their payloads as the schema wants them, where it wants more than the text."""
+    names = schema.fieldNames()
+    if "payload" not in names or schema["payload"].dataType == StringType():
+        return rows
+    position, parse = names.index("payload"), parser(schema["payload"].dataType)
+    return [(*row[:position], parse(row[position]), *row[position + 1 :]) for row in rows]
 
 
 class MessagesReader(QueenReader):
@@ -194,7 +213,7 @@ class _RowsById(QueenReader):
         for first_id, last_id in part.ranges:
             for start in range(first_id, last_id + 1, BATCH_ROWS):
                 end = min(last_id, start + BATCH_ROWS - 1)
-                yield call(connection, self.scan, columns, self.bounds.queue_name, start, end)
+                yield call(connection, self.scan, columns, *self.bounds.names, start, end)
 
 
 class DeliveriesReader(_RowsById):
@@ -229,7 +248,7 @@ class ConsumersReader(QueenReader):
     def fetch(
         self, connection: psycopg.Connection[Any], columns: Sequence[str], part: Slice
     ) -> Iterator[list[Row]]:
-        yield call(connection, "scan_consumers", columns, self.bounds.queue_name)
+        yield call(connection, "scan_consumers", columns, *self.bounds.names)
 
 
 READERS: dict[str, type[QueenReader]] = {

@@ -214,7 +214,9 @@ AS $$
 $$;
 
 -- The deliveries of one range of ids.
-CREATE OR REPLACE FUNCTION queen.scan_deliveries(queue_filter text, range_first_id bigint, range_last_id bigint)
+CREATE OR REPLACE FUNCTION queen.scan_deliveries(
+    queue_filter text, partition_filter text, group_filter text, range_first_id bigint, range_last_id bigint
+)
 RETURNS TABLE (
     id bigint,
     queue_name text,
@@ -256,11 +258,15 @@ AS $$
     WHERE
         d.id BETWEEN range_first_id AND range_last_id
         AND (queue_filter IS NULL OR d.queue_name = queue_filter)
+        AND (partition_filter IS NULL OR d.partition_name = partition_filter)
+        AND (group_filter IS NULL OR d.consumer_group = group_filter)
     ORDER BY d.id;
 $$;
 
 -- The dead letters of one range of ids.
-CREATE OR REPLACE FUNCTION queen.scan_dead_letters(queue_filter text, range_first_id bigint, range_last_id bigint)
+CREATE OR REPLACE FUNCTION queen.scan_dead_letters(
+    queue_filter text, partition_filter text, group_filter text, range_first_id bigint, range_last_id bigint
+)
 RETURNS TABLE (
     id bigint,
     queue_name text,
@@ -309,11 +315,13 @@ AS $$
     WHERE
         d.id BETWEEN range_first_id AND range_last_id
         AND (queue_filter IS NULL OR q.name = queue_filter)
+        AND (partition_filter IS NULL OR d.partition_name = partition_filter)
+        AND (group_filter IS NULL OR d.consumer_group = group_filter)
     ORDER BY d.id;
 $$;
 
 -- Where every group stands in every partition it has met.
-CREATE OR REPLACE FUNCTION queen.scan_consumers(queue_filter text)
+CREATE OR REPLACE FUNCTION queen.scan_consumers(queue_filter text, partition_filter text, group_filter text)
 RETURNS TABLE (
     queue_name text,
     partition_name text,
@@ -351,6 +359,9 @@ AS $$
         q.retry_limit
     FROM queen.partition_consumers AS c
     INNER JOIN queen.queues AS q ON q.name = c.queue_name
-    WHERE queue_filter IS NULL OR c.queue_name = queue_filter
+    WHERE
+        (queue_filter IS NULL OR c.queue_name = queue_filter)
+        AND (partition_filter IS NULL OR c.partition_name = partition_filter)
+        AND (group_filter IS NULL OR c.consumer_group = group_filter)
     ORDER BY c.queue_name, c.partition_name, c.priority, c.consumer_group;
 $$;
