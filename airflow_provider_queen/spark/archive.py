@@ -30,7 +30,7 @@ from pyarrow import fs
 from airflow_provider_queen.exceptions import QueenError
 from airflow_provider_queen.spark.connection import ConnectionInfo, call
 from airflow_provider_queen.spark.folders import Folder, to_disk
-from airflow_provider_queen.spark.ranges import Range, bounds, scan_messages, size, to_batch
+from airflow_provider_queen.spark.ranges import Range, bounds, scan_messages, size
 from airflow_provider_queen.spark.schemas import MESSAGES, arrow_schema
 
 VERSION = 1
@@ -162,10 +162,10 @@ class Archive(Folder):
         filesystem, root = self.open()
         files = _Files(filesystem, root, run_id, schema)
         try:
-            with connection.connect() as database:
-                for rows in scan_messages(database, MESSAGES.fieldNames(), ranges):
-                    if rows:
-                        files.append(to_batch(rows, schema))
+            with connection.connect_arrow() as database:
+                for batch in scan_messages(database, MESSAGES.fieldNames(), ranges):
+                    if batch.num_rows:
+                        files.append(batch)
         finally:
             files.close()
         return files.written()

@@ -172,10 +172,16 @@ def completed_messages(deliveries: DataFrame) -> DataFrame:
 
 
 def latency(messages: DataFrame, deliveries: DataFrame, window: Window) -> DataFrame:
-    """End-to-end latency (push to settlement) of completed messages, per queue, group and bucket."""
+    """End-to-end latency (push to settlement) of completed messages, per queue, group and bucket.
+
+    Spark would take the listed messages for as few as there are deliveries, and broadcast them: the hint keeps
+    it from that, since there are as many as messages.
+    """
+    pushed_at = messages.select("lane_id", "seq", "created_at")
     return (
         completed_messages(ended(deliveries, window))
-        .join(messages.select("lane_id", "seq", "created_at"), on=["lane_id", "seq"], how="inner")
+        .hint("merge")
+        .join(pushed_at, on=["lane_id", "seq"], how="inner")
         .withColumn("latency_ms", microseconds("created_at", "ended_at") / F.lit(1000.0))
         .groupBy(*KEY)
         .agg(*percentiles("latency", "latency_ms"))

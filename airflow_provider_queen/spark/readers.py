@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
+import adbc_driver_manager.dbapi as adbc
 import psycopg
 import pyarrow as pa
 from pyspark.sql.datasource import (
@@ -25,15 +26,14 @@ from pyspark.sql.datasource import (
     LessThan,
     LessThanOrEqual,
 )
-from pyspark.sql.types import StringType, StructType
+from pyspark.sql.types import DataType, StringType, StructType
 
 from airflow_provider_queen.client import Keyring
-from airflow_provider_queen.spark.connection import ConnectionInfo, Keys, call, check_queue
-from airflow_provider_queen.spark.payloads import parser
-from airflow_provider_queen.spark.ranges import BATCH_ROWS, Range, scan_messages, to_batch
+from airflow_provider_queen.spark.connection import ConnectionInfo, Keys, call, call_arrow, check_queue
+from airflow_provider_queen.spark.payloads import arrow_type, parser
+from airflow_provider_queen.spark.ranges import BATCH_ROWS, Range, scan_messages
 from airflow_provider_queen.spark.schemas import arrow_schema
 
-Row = tuple[Any, ...]
 MICROSECOND = timedelta(microseconds=1)
 #: What decryption needs to know of a message.
 SEALED_COLUMNS = ("payload", "is_encrypted", "queue_name", "transaction_id", "origin_transaction_id")
@@ -130,45 +130,43 @@ class QueenReader(DataSourceReader):
         fetched = names + [name for name in SEALED_COLUMNS if self.keys and name not in names]
         keyring = self.keys.keyring() if self.keys else None
         schema = arrow_schema(self.schema)
-        with self.connection.connect() as connection:
-            for rows in self.fetch(connection, fetched, partition):
-                if rows:
-                    opened = unsealed(rows, fetched, len(names), keyring)
-                    yield to_batch(parsed(opened, self.schema), schema)
+        with self.connection.connect_arrow() as connection:
+            for batch in self.scan(connection, fetched, partition):
+                if batch.num_rows:
+                    columns = {name: batch[name] for name in names}
+                    if "payload" in names and (
+                        keyring or not pa.types.is_string(schema.field("payload").type)
+                    ):
+                        columns["payload"] = payloads(batch, keyring, self.schema["payload"].dataType)
+                    yield pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
 
     @abstractmethod
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
         """What each task reads; on the driver."""
 
     @abstractmethod
-    def fetch(
-        self, connection: psycopg.Connection[Any], columns: Sequence[str], part: Slice
-    ) -> Iterator[list[Row]]:
-        """The rows of a slice, a batch at a time; on an executor."""
+    def scan(
+        self, connection: adbc.Connection, columns: Sequence[str], part: Slice
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of a slice, a bounded number at a time; on an executor."""
 
 
-def unsealed(rows: list[Row], columns: Sequence[str], kept: int, keyring: Keyring | None) -> list[Row]:
-    """The first ``kept`` columns, with the payloads of encrypted messages in clear where there are keys."""
-    if keyring is None:
-        return rows
-    payload, encrypted, queue, transaction, origin = (columns.index(name) for name in SEALED_COLUMNS)
-
-    def opened(row: Row) -> Row:
-        if not row[encrypted]:
-            return row[:kept]
-        text = keyring.decrypt(row[payload], row[queue], row[origin] or row[transaction])
-        return (*row[:payload], text, *row[payload + 1 :])[:kept]
-
-    return [opened(row) for row in rows]
+def payloads(batch: pa.RecordBatch, keyring: Keyring | None, wanted: DataType) -> pa.Array:
+    """The payloads as the query wants them: in clear where there are keys, parsed where there is a schema."""
+    texts = opened(batch, keyring) if keyring else batch["payload"].to_pylist()
+    if wanted != StringType():
+        parse = parser(wanted)
+        texts = [parse(text) for text in texts]
+    return pa.array(texts, type=arrow_type(wanted))
 
 
-def parsed(rows: list[Row], schema: StructType) -> list[Row]:
-    """The rows with their payloads as the schema wants them, where it wants more than the text."""
-    names = schema.fieldNames()
-    if "payload" not in names or schema["payload"].dataType == StringType():
-        return rows
-    position, parse = names.index("payload"), parser(schema["payload"].dataType)
-    return [(*row[:position], parse(row[position]), *row[position + 1 :]) for row in rows]
+def opened(batch: pa.RecordBatch, keyring: Keyring) -> list[str]:
+    """The payloads, with those of encrypted messages in clear."""
+    rows = zip(*(batch[name].to_pylist() for name in SEALED_COLUMNS), strict=True)
+    return [
+        keyring.decrypt(payload, queue, origin or transaction) if is_encrypted else payload
+        for payload, is_encrypted, queue, transaction, origin in rows
+    ]
 
 
 class MessagesReader(QueenReader):
@@ -192,9 +190,9 @@ class MessagesReader(QueenReader):
             packed.setdefault(slice_number, []).append(Range(*bounds))
         return [Slice(ranges) for ranges in packed.values()]
 
-    def fetch(
-        self, connection: psycopg.Connection[Any], columns: Sequence[str], part: Slice
-    ) -> Iterator[list[Row]]:
+    def scan(
+        self, connection: adbc.Connection, columns: Sequence[str], part: Slice
+    ) -> Iterator[pa.RecordBatch]:
         return scan_messages(connection, columns, [Range(*bounds) for bounds in part.ranges])
 
 
@@ -205,22 +203,22 @@ class _RowsById(QueenReader):
     not. No row is read twice.
     """
 
-    scan = ""
+    function = ""
 
-    def fetch(
-        self, connection: psycopg.Connection[Any], columns: Sequence[str], part: Slice
-    ) -> Iterator[list[Row]]:
+    def scan(
+        self, connection: adbc.Connection, columns: Sequence[str], part: Slice
+    ) -> Iterator[pa.RecordBatch]:
         for first_id, last_id in part.ranges:
             for start in range(first_id, last_id + 1, BATCH_ROWS):
                 end = min(last_id, start + BATCH_ROWS - 1)
-                yield call(connection, self.scan, columns, *self.bounds.names, start, end)
+                yield call_arrow(connection, self.function, columns, *self.bounds.names, start, end)
 
 
 class DeliveriesReader(_RowsById):
     """Reads ``queen.deliveries``."""
 
     time_column = "ended_at"
-    scan = "scan_deliveries"
+    function = "scan_deliveries"
 
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
         wanted = (self.bounds.time_from, self.bounds.time_before)
@@ -232,7 +230,7 @@ class DeadLettersReader(_RowsById):
     """Reads ``queen.dead_letter_queue``."""
 
     time_column = "failed_at"
-    scan = "scan_dead_letters"
+    function = "scan_dead_letters"
 
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
         rows = call(connection, "dead_letter_ranges", IdRange._fields, self.bounds.time_from, self.slices)
@@ -245,10 +243,10 @@ class ConsumersReader(QueenReader):
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
         return [Slice([(0,)])]
 
-    def fetch(
-        self, connection: psycopg.Connection[Any], columns: Sequence[str], part: Slice
-    ) -> Iterator[list[Row]]:
-        yield call(connection, "scan_consumers", columns, *self.bounds.names)
+    def scan(
+        self, connection: adbc.Connection, columns: Sequence[str], part: Slice
+    ) -> Iterator[pa.RecordBatch]:
+        yield call_arrow(connection, "scan_consumers", columns, *self.bounds.names)
 
 
 READERS: dict[str, type[QueenReader]] = {

@@ -135,7 +135,7 @@ def kill_after(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 STAGES = [
-    ("the first file is open", archive, "to_batch", kill_after),
+    ("the first file is open", archive._Files, "append", kill_after),
     ("files are written", archive._Files, "close", kill_after),
     ("the first piece is written", archive.Archive, "write", kill_after),
     ("all pieces are written", retention, "verify_portion", kill_before),
