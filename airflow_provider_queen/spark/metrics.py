@@ -174,8 +174,8 @@ def completed_messages(deliveries: DataFrame) -> DataFrame:
 def latency(messages: DataFrame, deliveries: DataFrame, window: Window) -> DataFrame:
     """End-to-end latency (push to settlement) of completed messages, per queue, group and bucket.
 
-    Spark would take the listed messages for as few as there are deliveries, and broadcast them: the hint keeps
-    it from that, since there are as many as messages.
+    Spark takes the listed messages for as few as there are deliveries, and would broadcast them: the hint
+    keeps it from that.
     """
     pushed_at = messages.select("lane_id", "seq", "created_at")
     return (

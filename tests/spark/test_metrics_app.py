@@ -51,17 +51,6 @@ def test_bad_arguments_end_with_a_sentence_and_2(
     assert "\n" not in errors
 
 
-def test_an_unreachable_database_ends_with_a_sentence_and_2(
-    app: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUEEN_DSN", f"host=127.0.0.1 port=1 dbname=q password={SECRET}")
-    assert app.main([]) == 2
-    errors = capsys.readouterr().err.strip()
-    assert "cannot connect to PostgreSQL" in errors
-    assert "\n" not in errors
-    assert SECRET not in errors
-
-
 def test_an_unknown_queue_ends_with_a_sentence_and_2(
     app: ModuleType,
     capsys: pytest.CaptureFixture[str],
@@ -194,3 +183,12 @@ def test_the_dag_parses() -> None:
     assert task.downstream_task_ids == {"alert"}
     assert task.application == str(spark_app("metrics.py"))
     assert task.env_vars is None
+
+
+def test_critical_anomalies_fail_the_alert() -> None:
+    dag = DagBag(dag_folder=str(dags_folder() / "queen_metrics.py")).dags["queen_metrics"]
+    alert = dag.get_task("alert").python_callable
+    alert({"critical": 0})
+    alert(None)
+    with pytest.raises(RuntimeError, match="2 critical anomalies"):
+        alert({"critical": 2})
