@@ -43,7 +43,7 @@ with DAG(
             0, type="integer", minimum=0, description="compute so far back again; 0: only what is new"
         ),
         "spark_threshold": Param(
-            1_000_000, type="integer", minimum=1, description="without Spark up to so many messages"
+            2_000_000, type="integer", minimum=1, description="without Spark up to so many messages"
         ),
         "dry_run": Param(False, type="boolean", description="compute and log, store nothing"),
     },

@@ -56,8 +56,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--spark-threshold",
         type=number("a number of messages", 1, 2_000_000_000),
-        default=1_000_000,
-        help="compute without Spark up to here (1000000)",
+        default=2_000_000,
+        help="compute without Spark up to here (2000000)",
     )
     parser.add_argument("--dry-run", action="store_true", help="compute and show, store nothing")
     arguments = parser.parse_args(argv)

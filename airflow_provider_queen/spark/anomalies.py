@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from statistics import median
 from typing import NamedTuple
@@ -240,7 +240,8 @@ def _by_group(rows: Sequence[BucketMetrics]) -> dict[tuple[str, str], list[Bucke
 
 def record_anomalies(connection: ConnectionInfo, anomalies: Sequence[Anomaly]) -> int:
     """Store them, but for those that were stored within the last hour; return how many were new."""
-    columns = [[getattr(anomaly, field.name) for anomaly in anomalies] for field in fields(Anomaly)]
+    rows = [replace(anomaly, value=float(anomaly.value)) for anomaly in anomalies]
+    columns = [[getattr(row, field.name) for row in rows] for field in fields(Anomaly)]
     with connection.connect() as database:
         written: int = call(database, "record_anomalies", ["written"], QUIET_SECONDS, *columns)[0][0]
     return written

@@ -17,6 +17,7 @@ import adbc_driver_postgresql.dbapi
 import psycopg
 import pyarrow as pa
 from psycopg import pq, sql
+from psycopg.adapt import PyFormat
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from airflow_provider_queen.client import Keyring
@@ -113,8 +114,11 @@ class ConnectionInfo:
 def call(
     connection: psycopg.Connection[Any], function: str, columns: Sequence[str], *arguments: object
 ) -> list[tuple[Any, ...]]:
-    """Return ``columns`` of ``queen.function(arguments)``."""
-    statement = _selection(function, columns, [sql.Placeholder()] * len(arguments))
+    """Return ``columns`` of ``queen.function(arguments)``.
+
+    Arguments go in binary form: in a text array psycopg looks for characters to escape, message by message.
+    """
+    statement = _selection(function, columns, [sql.Placeholder(format=PyFormat.BINARY)] * len(arguments))
     failure: psycopg.Error
     try:
         return connection.cursor(binary=True).execute(statement, arguments).fetchall()
