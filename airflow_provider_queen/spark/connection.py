@@ -94,9 +94,9 @@ class ConnectionInfo:
     def connect_arrow(self) -> adbc.Connection:
         """The same for reading in bulk: rows come as Arrow batches and never are Python objects."""
         try:
-            connection: adbc.Connection = adbc_driver_postgresql.dbapi.connect(
-                self._with_timeout, autocommit=True
-            )
+            # Arrow knows no text but UTF-8, whatever the database stores it in.
+            conninfo = make_conninfo(self._with_timeout, client_encoding="UTF8")
+            connection: adbc.Connection = adbc_driver_postgresql.dbapi.connect(conninfo, autocommit=True)
         except adbc.Error as error:
             raise self._unreachable(error) from None
         return connection
@@ -138,7 +138,7 @@ def call_arrow(
             cursor.execute(statement.as_string())
             table = cursor.fetch_arrow_table()
             return pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks())
-    except adbc.Error as error:
+    except (adbc.Error, pa.ArrowException, OSError) as error:
         failure = " ".join(str(error).split())
     raise QueenError(f"reading {function.removeprefix('scan_')} failed: {failure}")
 

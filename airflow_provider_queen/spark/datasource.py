@@ -66,9 +66,8 @@ class QueenDataSource(DataSource):
         self._check_options(READ_OPTIONS)
         self._check_payload(schema)
         check_columns(self._table, schema)
-        return READERS[self._table](
-            self._connection, schema, self._queue_name, self._slices, self._keys_for("decrypt")
-        )
+        keys = self._keys_for("decrypt") if self._table in WITH_PAYLOAD else None
+        return READERS[self._table](self._connection, schema, self._queue_name, self._slices, keys)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         self._check_options(STREAM_OPTIONS)

@@ -129,15 +129,15 @@ class QueenReader(DataSourceReader):
         names = self.schema.fieldNames()
         fetched = names + [name for name in SEALED_COLUMNS if self.keys and name not in names]
         keyring = self.keys.keyring() if self.keys else None
+        wanted = self.schema["payload"].dataType if "payload" in names else StringType()
+        changed = "payload" in names and (keyring is not None or wanted != StringType())
         schema = arrow_schema(self.schema)
         with self.connection.connect_arrow() as connection:
             for batch in self.scan(connection, fetched, partition):
+                columns = {name: batch[name] for name in names}
+                if changed:
+                    columns["payload"] = payloads(batch, keyring, wanted)
                 if batch.num_rows:
-                    columns = {name: batch[name] for name in names}
-                    if "payload" in names and (
-                        keyring or not pa.types.is_string(schema.field("payload").type)
-                    ):
-                        columns["payload"] = payloads(batch, keyring, self.schema["payload"].dataType)
                     yield pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
 
     @abstractmethod

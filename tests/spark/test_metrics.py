@@ -24,7 +24,8 @@ from airflow_provider_queen.spark.figures import (
     with_lags,
     work_size,
 )
-from airflow_provider_queen.spark.metrics import compute
+from airflow_provider_queen.spark.metrics import DELIVERY_COLUMNS, MESSAGE_COLUMNS, compute, latency
+from airflow_provider_queen.spark.schemas import select
 from tests.spark.apps import BOTH_SERVERS
 
 WINDOW = Window(bucket_seconds=60)
@@ -186,6 +187,15 @@ def test_spark_agrees_with_sql(
     for ours, theirs in zip(here, on_spark, strict=True):
         figures = [{name: getattr(row, name) for name in COMPUTED[3:]} for row in (ours, theirs)]
         assert figures[0] == pytest.approx(figures[1])
+
+
+def test_listed_messages_are_not_broadcast(session: SparkSession) -> None:
+    """Spark estimates as many of them as there are deliveries; of 5 million its memory was not enough."""
+    messages = session.createDataFrame([], select("messages", MESSAGE_COLUMNS))
+    deliveries = session.createDataFrame([], select("deliveries", DELIVERY_COLUMNS))
+    plan = latency(messages, deliveries, WINDOW)._jdf.queryExecution().sparkPlan().toString()
+    assert "SortMergeJoin" in plan
+    assert "Broadcast" not in plan
 
 
 @BOTH_SERVERS
