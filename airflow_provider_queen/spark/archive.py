@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -173,14 +174,16 @@ class Archive(Folder):
     def check(self, files: Sequence[ArchivedFile]) -> dict[int, Check]:
         """Read files back and return count and checksum of each lane in them."""
         filesystem, root = self.open()
-        checks: dict[int, Check] = {}
+        messages: Counter[int] = Counter()
+        sums: Counter[int] = Counter()
         for file in files:
             with pq.ParquetFile(f"{root}/{file.path}", filesystem=filesystem) as parquet:
                 for batch in parquet.iter_batches(columns=list(CHECKED)):
-                    for lane_id, value in _checksums(batch):
-                        seen = checks.get(lane_id, Check())
-                        checks[lane_id] = Check(seen.messages + 1, seen.checksum + value)
-        return checks
+                    lane_ids = batch["lane_id"].to_pylist()
+                    messages.update(lane_ids)
+                    for lane_id, value in zip(lane_ids, _checksums(batch), strict=True):
+                        sums[lane_id] += value
+        return {lane_id: Check(messages[lane_id], sums[lane_id]) for lane_id in messages}
 
     def commit(self, manifest: Manifest) -> None:
         """Make a run's files part of the archive: the manifest gets its name when it is whole."""
@@ -244,15 +247,15 @@ def folder_name(queue_name: str) -> str:
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(queue_name.encode()).hexdigest()[:12]}"
 
 
-def _checksums(batch: pa.RecordBatch) -> Iterator[tuple[int, int]]:
-    """Lane and checksum of each message, as ``queen.range_checksums`` computes them."""
-    columns = [batch[name] for name in CHECKED]
-    columns[CHECKED.index("created_at")] = pc.cast(batch["created_at"], pa.int64())
-    columns[CHECKED.index("is_encrypted")] = pc.cast(batch["is_encrypted"], pa.int8())
-    for values in zip(*(column.to_pylist() for column in columns), strict=True):
-        text = "\x1f".join("" if value is None else str(value) for value in values)
-        digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-        yield values[0], int(digest[:15], 16)
+def _checksums(batch: pa.RecordBatch) -> Iterator[int]:
+    """The checksum of each message, as ``queen.range_checksums`` computes it."""
+    columns = {name: batch[name] for name in CHECKED}
+    columns["created_at"] = pc.cast(batch["created_at"], pa.int64())
+    columns["is_encrypted"] = pc.cast(batch["is_encrypted"], pa.int8())
+    texts = [pc.fill_null(pc.cast(column, pa.string()), "") for column in columns.values()]
+    for text in pc.binary_join_element_wise(*texts, "\x1f").to_pylist():
+        digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
+        yield int.from_bytes(digest[:8], "big") >> 4
 
 
 @dataclass(frozen=True)
