@@ -75,9 +75,12 @@ def microseconds(start: str, end: str) -> Column:
     return F.unix_micros(F.col(end)) - F.unix_micros(F.col(start))
 
 
-def percentiles(prefix: str, value: str) -> list[Column]:
-    """Exact, interpolated percentiles, as PostgreSQL's ``percentile_cont`` and numpy's default give them."""
-    return [F.percentile(value, share).alias(f"{prefix}_{name}_ms") for name, share in PERCENTILES.items()]
+def percentiles(value: str) -> Column:
+    """Exact, interpolated percentiles, as PostgreSQL's ``percentile_cont`` and numpy's default give them.
+
+    All in one array: each aggregate of its own would keep all values once more.
+    """
+    return F.percentile(value, list(PERCENTILES.values())).alias(value)
 
 
 def pushed(messages: DataFrame, window: Window) -> DataFrame:
@@ -125,7 +128,7 @@ def settled(deliveries: DataFrame, window: Window) -> DataFrame:
             F.count("*").alias("deliveries"),
             F.count_if(F.col("attempt") > 1).alias("redeliveries"),
             (F.sum(took) / F.lit(1_000_000.0)).alias("busy_seconds"),
-            *percentiles("processing", "processing_ms"),
+            percentiles("processing_ms"),
         )
     )
 
@@ -184,7 +187,7 @@ def latency(messages: DataFrame, deliveries: DataFrame, window: Window) -> DataF
         .join(pushed_at, on=["lane_id", "seq"], how="inner")
         .withColumn("latency_ms", microseconds("created_at", "ended_at") / F.lit(1000.0))
         .groupBy(*KEY)
-        .agg(*percentiles("latency", "latency_ms"))
+        .agg(percentiles("latency_ms"))
     )
 
 
@@ -203,7 +206,11 @@ def bucket_metrics(
         .withColumn("skew", F.coalesce("pushed_skew", "settled_skew"))
     )
     counts = [F.coalesce(name, F.lit(0)).alias(name) for name in COUNTS]
-    times = [f"{kind}_{name}_ms" for kind in ("latency", "processing") for name in PERCENTILES]
+    times = [
+        F.get(f"{kind}_ms", F.lit(place)).alias(f"{kind}_{name}_ms")
+        for kind in ("latency", "processing")
+        for place, name in enumerate(PERCENTILES)
+    ]
     busy = F.coalesce("busy_seconds", F.lit(0.0)).alias("busy_seconds")
     return joined.select(*key, *counts, *times, busy, "skew").orderBy(*key)
 
