@@ -171,10 +171,12 @@ class Layout:
         vacuum = self.cost(lambda: self.execute("VACUUM (INDEX_CLEANUP ON, TRUNCATE OFF)")) if dead else {}
         return {
             "seconds": round(removed["seconds"], 2),
+            "cpu_seconds": round(removed["cpu"], 2),
             "wal_mb": round(removed["wal"] / 1e6, 1),
             "dead_rows": dead,
             "size_mb": round(size / 1e6),
             "vacuum_seconds": round(vacuum.get("seconds", 0), 2),
+            "vacuum_cpu_seconds": round(vacuum.get("cpu", 0), 2),
             "vacuum_wal_mb": round(vacuum.get("wal", 0) / 1e6, 1),
         }
 
