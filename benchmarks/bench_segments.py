@@ -43,11 +43,13 @@ OPTIONS = "WITH (autovacuum_enabled = off)"  # it would run at another moment in
 HASH = "hashtextextended(transaction_id, lane_id / 10)"
 START = "timestamptz '2026-01-01 00:00+00'"
 
-# An hour a segment. A lane's last seq is in the newest segment, as it is for lanes in use.
+# An hour a segment; batches of one lane, as producers push them. A lane's last seq is in the newest segment, as
+# it is for lanes in use: so with few messages there can be only few segments.
 FILL = f"""
 INSERT INTO log
-SELECT 10 * (n %% {LANES}), n / {LANES} + 1, {START} + n * interval '1 hour' * %(segments)s / %(messages)s,
-    gen_random_uuid()::text, %(payload)s::json
+SELECT
+    10 * (n / {BATCH} %% {LANES}), n / {BATCH * LANES} * {BATCH} + n %% {BATCH} + 1,
+    {START} + n * interval '1 hour' * %(segments)s / %(messages)s, gen_random_uuid()::text, %(payload)s::json
 FROM generate_series(0, %(messages)s - 1) AS n
 """
 PUSH = """
@@ -246,9 +248,7 @@ def main() -> None:
     )
     parser.add_argument("--messages", type=int, default=2_000_000)
     messages = parser.parse_args().messages
-    # Without images of full pages: how many there are depends on when the last checkpoint was.
-    settings = {"max_wal_size": "4GB", "shared_buffers": "512MB", "full_page_writes": "off"}
-    with PostgresServer(settings=settings) as server:
+    with PostgresServer(settings={"max_wal_size": "4GB", "shared_buffers": "512MB"}) as server:
         measure(server, "one_table", 1, messages)
         for segments in (4, 12, 48):
             measure(server, f"segments_{segments}", segments, messages)
