@@ -43,8 +43,8 @@ OPTIONS = "WITH (autovacuum_enabled = off)"  # it would run at another moment in
 HASH = "hashtextextended(transaction_id, lane_id / 10)"
 START = "timestamptz '2026-01-01 00:00+00'"
 
-# An hour a segment; batches of one lane, as producers push them. A lane's last seq is in the newest segment, as
-# it is for lanes in use: so with few messages there can be only few segments.
+# An hour a segment; batches of one lane, as producers push them. A lane's last seq is in the newest segment,
+# as it is for lanes in use: so with few messages there can be only few segments.
 FILL = f"""
 INSERT INTO log
 SELECT
