@@ -6,7 +6,6 @@ The functions on DataFrames are pure; :func:`compute` reads. What the figures ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 
 from pyspark import StorageLevel
@@ -254,9 +253,12 @@ def compute(
     dead_letters = read(spark, "dead_letters", DEAD_LETTER_COLUMNS, queue_name)
     try:
         say(f"{deliveries.count()} deliveries read")
-        # What was delivered before the window's end was pushed before it, too.
-        needed = replace(window, since=first_needed(connection, window, deliveries))
-        messages = messages.where(inside(needed, F.col("created_at"))).persist(StorageLevel.MEMORY_AND_DISK)
+        oldest = first_needed(connection, window, deliveries)
+        if oldest is not None:
+            messages = messages.where(F.col("created_at") >= F.lit(oldest))
+        if window.end is not None:  # what was delivered before it was pushed before it, too
+            messages = messages.where(F.col("created_at") < F.lit(window.end))
+        messages = messages.persist(StorageLevel.MEMORY_AND_DISK)
         say(f"{messages.count()} messages read")
         rows = bucket_metrics(messages, deliveries, dead_letters, window).collect()
     finally:
