@@ -58,7 +58,7 @@ ui: $(STAMP) ## The same, with Airflow's UI left running until Ctrl-C
 bench-queue: $(STAMP) ## Measure push, pop and acknowledge, each beside a limit of the same run (10 minutes)
 	$(PY) benchmarks/bench_queue.py
 
-bench-spark: $(STAMP) ## Measure Spark's reading, writing, retention and metrics beside plain SQL (10 minutes)
+bench-spark: $(STAMP) ## Measure Spark's reading, writing, retention and metrics beside plain SQL (15 minutes)
 	$(PY) benchmarks/bench_spark.py
 
 build: $(STAMP) ## Build the wheel and the source archive into dist/

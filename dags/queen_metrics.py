@@ -1,6 +1,7 @@
 """Figures of all queues, per minute and consumer group, into ``queen.queue_metrics`` by Spark.
 
-``QUEEN_CONN_ID`` and ``QUEEN_SPARK_CONN_ID`` in the environment name other connections than the defaults.
+``QUEEN_METRICS_OUTPUT`` in the environment is a folder or URI for the same figures as Parquet.
+``QUEEN_CONN_ID`` and ``QUEEN_SPARK_CONN_ID`` name other connections than the defaults.
 They are no Dag parameters: whoever may start a run may not thereby choose a connection to send work to.
 """
 
@@ -13,6 +14,8 @@ from airflow.sdk import DAG, Param, task
 
 from airflow_provider_queen.operators.spark import QueenSparkOperator
 from airflow_provider_queen.resources import spark_app
+
+OUTPUT = os.environ.get("QUEEN_METRICS_OUTPUT")
 
 
 @task
@@ -39,6 +42,9 @@ with DAG(
         "lookback_hours": Param(
             0, type="integer", minimum=0, description="compute so far back again; 0: only what is new"
         ),
+        "spark_threshold": Param(
+            2_000_000, type="integer", minimum=1, description="without Spark up to so many messages"
+        ),
         "dry_run": Param(False, type="boolean", description="compute and log, store nothing"),
     },
     tags=["queen", "spark", "maintenance"],
@@ -50,9 +56,11 @@ with DAG(
         conn_id=os.environ.get("QUEEN_SPARK_CONN_ID", "spark_default"),
         queen_conn_id=os.environ.get("QUEEN_CONN_ID", "queen_default"),
         application_args=[
+            f"--output={OUTPUT}" if OUTPUT else "",
             "--bucket-seconds={{ params.bucket_seconds }}",
             "{{ '--since=' ~ (dag_run.run_after - macros.timedelta(hours=params.lookback_hours)).isoformat()"
             " if params.lookback_hours else '--incremental' }}",
+            "--spark-threshold={{ params.spark_threshold }}",
             "{{ '--dry-run' if params.dry_run else '' }}",
         ],
     )

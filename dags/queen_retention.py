@@ -28,6 +28,9 @@ with DAG(
     params={
         "queue_name": Param("", type="string", description="only this queue; empty means all"),
         "chunk": Param(10_000, type="integer", minimum=1, description="messages per deleting transaction"),
+        "spark_threshold": Param(
+            200_000, type="integer", minimum=1, description="without Spark up to so many messages"
+        ),
         "dry_run": Param(False, type="boolean", description="log what would go, change nothing"),
     },
     tags=["queen", "spark", "maintenance"],
@@ -42,6 +45,7 @@ with DAG(
             f"--archive={ARCHIVE}" if ARCHIVE else "",
             "--chunk={{ params.chunk }}",
             "{{ '--queue-name=' ~ params.queue_name if params.queue_name else '' }}",
+            "--spark-threshold={{ params.spark_threshold }}",
             "{{ '--dry-run' if params.dry_run else '' }}",
         ],
     )

@@ -43,7 +43,7 @@ def work_on(connection: ConnectionInfo, arguments: argparse.Namespace, say: Say)
     queues = evicting_queues(connection, arguments.queue_name)
     # One queue is one piece of work: Spark could not do it any faster.
     with runner_for(JOB, expected if len(queues) > 1 else 0, arguments.spark_threshold, say) as runner:
-        evicted = evict(connection, runner, queues, arguments.chunk)
+        evicted = evict(connection, runner, queues, arguments.chunk, say)
     counts = {queue_name: count for queue_name, count in evicted.items() if count}
     return {**summary, "evicted": sum(counts.values()), "queues": counts}
 

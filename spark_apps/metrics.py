@@ -1,9 +1,10 @@
-"""Compute the figures of Queen's queues per time bucket into ``queen.queue_metrics``.
+"""Compute figures of Queen's queues per time bucket into ``queen.queue_metrics``, and find what is unusual.
 
     QUEEN_DSN=… spark-submit metrics.py --bucket-seconds 60 --since 2026-01-01T00:00:00Z
 
-Prints progress while it works and one JSON line at the end. Bad arguments and an unreachable database end
-with one sentence on stderr and exit code 2.
+Spark is started for more than --spark-threshold messages; below that one SQL statement is faster. Prints
+progress while it works and one JSON line at the end. Bad arguments and an unreachable database end with one
+sentence on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from airflow_provider_queen.spark import ConnectionInfo, register
 from airflow_provider_queen.spark.anomalies import Anomaly, find, record_anomalies
 from airflow_provider_queen.spark.application import Parser, Say, Summary, moment, number, run, session
 from airflow_provider_queen.spark.connection import check_queue
-from airflow_provider_queen.spark.metrics import BucketMetrics, Window, compute, next_window, record
+from airflow_provider_queen.spark.figures import (
+    BucketMetrics,
+    Window,
+    compute_here,
+    current_lags,
+    next_window,
+    record,
+    with_lags,
+    work_size,
+)
+from airflow_provider_queen.spark.metrics import compute
+from airflow_provider_queen.spark.output import Output
 
 APPLICATION = "queen-metrics"
 SHOWN_ROWS = 20
@@ -40,6 +52,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--until", type=moment, help="end, exclusive, ISO with time zone (now)")
     parser.add_argument("--queue-name", help="only this queue")
+    parser.add_argument("--output", help="folder or URI for the figures as Parquet, too (none)")
+    parser.add_argument(
+        "--spark-threshold",
+        type=number("a number of messages", 1, 2_000_000_000),
+        default=2_000_000,
+        help="compute without Spark up to here (2000000)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="compute and show, store nothing")
     arguments = parser.parse_args(argv)
     if arguments.since and arguments.until and arguments.since >= arguments.until:
@@ -61,27 +80,49 @@ def announce(anomalies: Sequence[Anomaly], say: Say) -> None:
         say(f"{anomaly.severity}: {anomaly.kind}: {anomaly.reason}")
 
 
-def measure(connection: ConnectionInfo, arguments: argparse.Namespace, say: Say) -> Summary:
-    window = (
-        next_window(connection, arguments.bucket_seconds, arguments.queue_name)
-        if arguments.incremental
-        else Window(arguments.bucket_seconds, arguments.since, arguments.until)
-    )
+def chosen_window(connection: ConnectionInfo, arguments: argparse.Namespace) -> Window:
+    if arguments.incremental:
+        return next_window(connection, arguments.bucket_seconds, arguments.queue_name)
+    return Window(arguments.bucket_seconds, arguments.since, arguments.until)
+
+
+def figures(
+    connection: ConnectionInfo, window: Window, arguments: argparse.Namespace, say: Say
+) -> list[BucketMetrics]:
+    messages = work_size(connection, window, arguments.queue_name)
+    say(f"{messages} messages to look at since {window.first or 'the first'}")
+    if messages <= arguments.spark_threshold:
+        return compute_here(connection, window, arguments.queue_name)
     with session(APPLICATION, say) as spark:
         register(spark, connection)
-        rows = compute(spark, connection, window, arguments.queue_name, say)
+        return compute(spark, connection, window, arguments.queue_name, say)
+
+
+def measure(connection: ConnectionInfo, arguments: argparse.Namespace, say: Say) -> Summary:
+    output = Output(arguments.output) if arguments.output and not arguments.dry_run else None
+    if output:
+        output.prepare()
+    window = chosen_window(connection, arguments)
+    rows = figures(connection, window, arguments, say)
     say(f"{len(rows)} buckets computed")
     anomalies = find(connection, rows, arguments.queue_name)
     announce(anomalies, say)
+    if window.end is None:
+        rows = with_lags(rows, current_lags(connection, window.bucket_seconds, arguments.queue_name))
     if arguments.dry_run:
         show(rows, say)
-    else:
+    # The figures last: an incremental run begins where they end, so one that dies before is simply repeated.
+    run_id = output.write(window, rows, anomalies) if output else None
+    written = 0
+    if not arguments.dry_run:
         record_anomalies(connection, anomalies)
+        written = record(connection, window, rows)
     return {
         "anomalies": len(anomalies),
         "critical": sum(anomaly.severity == "critical" for anomaly in anomalies),
         "buckets": len(rows),
-        "written": 0 if arguments.dry_run else record(connection, window, rows),
+        "written": written,
+        "run_id": run_id,
         "dry_run": arguments.dry_run,
         "queues": len({row.queue_name for row in rows}),
         "pushed": sum(row.pushed for row in rows),
@@ -95,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
 
     def work(connection: ConnectionInfo, say: Say) -> Summary:
-        # Fail in a second rather than after Spark has started.
         with connection.connect() as database:
             check_queue(database, arguments.queue_name)
         say(f"connected to {connection.target}")

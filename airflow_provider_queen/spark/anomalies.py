@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from statistics import median
+from typing import NamedTuple
 
 from airflow_provider_queen.spark.connection import ConnectionInfo, call
-from airflow_provider_queen.spark.metrics import PRODUCERS, BucketMetrics
+from airflow_provider_queen.spark.figures import PRODUCERS, BucketMetrics
 
 STUCK_AFTER = timedelta(minutes=10)
 SILENT_AFTER = timedelta(minutes=30)
@@ -20,6 +21,10 @@ FAILING_SHARE = 0.5
 FAILING_MESSAGES = 10
 SLOW_FACTOR = 10
 SLOW_MILLISECONDS = 10_000.0
+FLASH_FACTOR = 10
+FLASH_MILLISECONDS = 5.0
+FLASH_MESSAGES = 10
+LARGE_SHARE = 0.5
 LAG_BUCKETS = 3
 
 CONSUMER_COLUMNS = ("queue_name", "partition_name", "consumer_group", "pending", "popped_at", "settled_at")
@@ -55,18 +60,33 @@ class Standing:
         return max(seen, default=None)
 
 
+class LastChance(NamedTuple):
+    """Messages of a partition that the next failure of a group makes dead letters."""
+
+    queue_name: str
+    partition_name: str
+    consumer_group: str
+    messages: int
+    failures: int
+
+
 def find(connection: ConnectionInfo, rows: Sequence[BucketMetrics], queue_name: str | None) -> list[Anomaly]:
-    """Everything that is worth a look at this moment."""
+    """Everything that is worth a look at this moment: in new figures, and in where the consumers stand."""
     with connection.connect() as database:
-        standings = [Standing(*row) for row in call(database, "scan_consumers", CONSUMER_COLUMNS, queue_name)]
-    now = datetime.now(UTC)
+        consumers = call(database, "scan_consumers", CONSUMER_COLUMNS, queue_name, None, None)
+        last_chances = call(database, "near_dead_letters", LastChance._fields, queue_name)
+        limits = dict(call(database, "list_queues", ["name", "max_message_bytes"], None))
+    standings, now = [Standing(*row) for row in consumers], datetime.now(UTC)
     return [
         *stuck_partitions(standings, now),
         *silent_consumers(standings, now),
+        *near_dead_letters(LastChance(*row) for row in last_chances),
         *bursts(rows),
+        *large_payloads(rows, limits),
         *growing_lags(rows),
         *failing(rows),
         *slow_processing(rows),
+        *flashes(rows),
     ]
 
 
@@ -110,6 +130,17 @@ def silent_consumers(standings: Sequence[Standing], now: datetime) -> Iterator[A
             yield Anomaly(queue_name, None, group, "consumer_silent", "critical", reason, pending)
 
 
+def near_dead_letters(last_chances: Iterable[LastChance]) -> Iterator[Anomaly]:
+    """Messages that have failed as often as they may: what is wrong with them can still be put right."""
+    for chance in last_chances:
+        queue_name, partition, group, messages, failures = chance
+        reason = (
+            f"{messages} messages in partition {partition!r} of {queue_name!r} have failed {failures} times"
+            f" for {group}; the next failure makes them dead letters"
+        )
+        yield Anomaly(queue_name, partition, group, "near_dead_letter", "warning", reason, messages)
+
+
 def bursts(rows: Sequence[BucketMetrics]) -> Iterator[Anomaly]:
     """The newest bucket of a queue took in many times what its buckets usually do."""
     for queue_name, buckets in _by_queue(rows).items():
@@ -118,6 +149,19 @@ def bursts(rows: Sequence[BucketMetrics]) -> Iterator[Anomaly]:
         if newest >= BURST_MESSAGES and newest > BURST_FACTOR * usual:
             reason = f"{newest} messages were pushed to {queue_name!r} in a bucket that usually has {usual:g}"
             yield Anomaly(queue_name, None, None, "burst", "info", reason, newest)
+
+
+def large_payloads(rows: Sequence[BucketMetrics], limits: Mapping[str, int]) -> Iterator[Anomaly]:
+    """A message came near the size from which on its queue refuses messages."""
+    for queue_name, buckets in _by_queue(rows).items():
+        row = max(buckets, key=lambda row: row.largest_payload_bytes)
+        size, limit = row.largest_payload_bytes, limits.get(queue_name)
+        if limit is not None and size > LARGE_SHARE * limit:
+            reason = (
+                f"a message of {size} bytes was pushed to {queue_name!r} in the bucket of"
+                f" {row.bucket_start:%Y-%m-%d %H:%M:%S} UTC; the queue takes at most {limit}"
+            )
+            yield Anomaly(queue_name, None, None, "large_payload", "warning", reason, size)
 
 
 def growing_lags(rows: Sequence[BucketMetrics]) -> Iterator[Anomaly]:
@@ -140,7 +184,7 @@ def failing(rows: Sequence[BucketMetrics]) -> Iterator[Anomaly]:
     """Most of what a group settles fails: a poison message that comes again, or a consumer that is broken."""
     for (queue_name, group), buckets in _by_group(rows).items():
         newest = buckets[-1]
-        failed = newest.failed + newest.dead_lettered
+        failed = newest.failed + newest.rejected
         total = failed + newest.completed
         if failed >= FAILING_MESSAGES and failed > FAILING_SHARE * total:
             reason = f"{failed} of {total} settlements of {group} in {queue_name!r} failed"
@@ -162,6 +206,22 @@ def slow_processing(rows: Sequence[BucketMetrics]) -> Iterator[Anomaly]:
             yield Anomaly(queue_name, None, group, "long_processing", "warning", reason, slowest)
 
 
+def flashes(rows: Sequence[BucketMetrics]) -> Iterator[Anomaly]:
+    """A group that takes its time suddenly acknowledges at once: probably it processes nothing any more."""
+    for (queue_name, group), buckets in _by_group(rows).items():
+        times = [row.processing_p50_ms for row in buckets[:-1] if row.processing_p50_ms is not None]
+        newest = buckets[-1]
+        quickest = newest.processing_p50_ms
+        if quickest is None or not times or newest.completed < FLASH_MESSAGES:
+            continue
+        if quickest < FLASH_MILLISECONDS and FLASH_FACTOR * quickest < median(times):
+            reason = (
+                f"{group} acknowledged {newest.completed} messages of {queue_name!r} within {quickest:.1f} ms"
+                f" of their delivery, where it usually takes {median(times):.0f} ms"
+            )
+            yield Anomaly(queue_name, None, group, "flash_message", "warning", reason, newest.completed)
+
+
 def _by_queue(rows: Sequence[BucketMetrics]) -> dict[str, list[BucketMetrics]]:
     found: dict[str, list[BucketMetrics]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.bucket_start):
@@ -180,7 +240,8 @@ def _by_group(rows: Sequence[BucketMetrics]) -> dict[tuple[str, str], list[Bucke
 
 def record_anomalies(connection: ConnectionInfo, anomalies: Sequence[Anomaly]) -> int:
     """Store them, but for those that were stored within the last hour; return how many were new."""
-    columns = [[getattr(anomaly, field.name) for anomaly in anomalies] for field in fields(Anomaly)]
+    rows = [replace(anomaly, value=float(anomaly.value)) for anomaly in anomalies]
+    columns = [[getattr(row, field.name) for row in rows] for field in fields(Anomaly)]
     with connection.connect() as database:
         written: int = call(database, "record_anomalies", ["written"], QUIET_SECONDS, *columns)[0][0]
     return written

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -28,9 +28,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from airflow_provider_queen.exceptions import InvalidOptionError, QueenError
+from airflow_provider_queen.exceptions import QueenError
 from airflow_provider_queen.spark.connection import ConnectionInfo, call
-from airflow_provider_queen.spark.ranges import Range, bounds, scan_messages, size, to_batch
+from airflow_provider_queen.spark.folders import Folder, to_disk
+from airflow_provider_queen.spark.ranges import Range, bounds, scan_messages, size
 from airflow_provider_queen.spark.schemas import MESSAGES, arrow_schema
 
 VERSION = 1
@@ -115,28 +116,12 @@ def new_run_id() -> str:
     return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{uuid.uuid4().hex[:8]}"
 
 
-class Archive:
-    """The folder of the archive. Pickled into Spark's tasks, so it holds nothing but its location."""
-
-    def __init__(self, location: str) -> None:
-        # Executors have working directories of their own.
-        self.location = location if "://" in location else os.path.abspath(location)
-
-    def open(self) -> tuple[Any, str]:
-        """The file system, and the path of the archive in it."""
-        try:
-            filesystem, root = fs.FileSystem.from_uri(self.location)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise InvalidOptionError(f"no archive can be kept at {self.location!r}: {error}") from None
-        return filesystem, root.rstrip("/")
+class Archive(Folder):
+    """The folder of the archive."""
 
     def prepare(self) -> None:
         """Create the folder now, so that a place that cannot be written is found out before any work."""
-        filesystem, root = self.open()
-        try:
-            filesystem.create_dir(f"{root}/{MANIFESTS}", recursive=True)
-        except OSError as error:
-            raise InvalidOptionError(f"no archive can be kept at {self.location!r}: {error}") from None
+        self.create(MANIFESTS)
 
     def manifests(self) -> list[Manifest]:
         """All manifests, oldest first."""
@@ -178,10 +163,10 @@ class Archive:
         filesystem, root = self.open()
         files = _Files(filesystem, root, run_id, schema)
         try:
-            with connection.connect() as database:
-                for rows in scan_messages(database, MESSAGES.fieldNames(), ranges):
-                    if rows:
-                        files.append(to_batch(rows, schema))
+            with connection.connect_arrow() as database:
+                for batch in scan_messages(database, MESSAGES.fieldNames(), ranges):
+                    if batch.num_rows:
+                        files.append(batch)
         finally:
             files.close()
         return files.written()
@@ -189,24 +174,21 @@ class Archive:
     def check(self, files: Sequence[ArchivedFile]) -> dict[int, Check]:
         """Read files back and return count and checksum of each lane in them."""
         filesystem, root = self.open()
-        checks: dict[int, Check] = {}
+        messages: Counter[int] = Counter()
+        sums: Counter[int] = Counter()
         for file in files:
             with pq.ParquetFile(f"{root}/{file.path}", filesystem=filesystem) as parquet:
                 for batch in parquet.iter_batches(columns=list(CHECKED)):
-                    for lane_id, value in _checksums(batch):
-                        seen = checks.get(lane_id, Check())
-                        checks[lane_id] = Check(seen.messages + 1, seen.checksum + value)
-        return checks
+                    lane_ids = batch["lane_id"].to_pylist()
+                    messages.update(lane_ids)
+                    for lane_id, value in zip(lane_ids, _checksums(batch), strict=True):
+                        sums[lane_id] += value
+        return {lane_id: Check(messages[lane_id], sums[lane_id]) for lane_id in messages}
 
     def commit(self, manifest: Manifest) -> None:
         """Make a run's files part of the archive: the manifest gets its name when it is whole."""
-        filesystem, root = self.open()
-        path = f"{root}/{MANIFESTS}/{manifest.run_id}.json"
-        with filesystem.open_output_stream(f"{path}.part") as stream:
+        with self.appearing(MANIFESTS, f"{manifest.run_id}.json") as stream:
             stream.write(manifest.to_json().encode())
-        _to_disk(filesystem, f"{path}.part")
-        filesystem.move(f"{path}.part", path)
-        _to_disk(filesystem, f"{root}/{MANIFESTS}")
 
     def paths(self, files: Sequence[ArchivedFile]) -> list[str]:
         """Where files are, for Spark: to it a path without a scheme is one of its default file system."""
@@ -248,7 +230,7 @@ class _Files:
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
-            _to_disk(self._filesystem, writer.where)
+            to_disk(self._filesystem, writer.where)
 
     def written(self) -> list[ArchivedFile]:
         return [
@@ -265,25 +247,15 @@ def folder_name(queue_name: str) -> str:
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(queue_name.encode()).hexdigest()[:12]}"
 
 
-def _checksums(batch: pa.RecordBatch) -> Iterator[tuple[int, int]]:
-    """Lane and checksum of each message, as ``queen.range_checksums`` computes them."""
-    columns = [batch[name] for name in CHECKED]
-    columns[CHECKED.index("created_at")] = pc.cast(batch["created_at"], pa.int64())
-    columns[CHECKED.index("is_encrypted")] = pc.cast(batch["is_encrypted"], pa.int8())
-    for values in zip(*(column.to_pylist() for column in columns), strict=True):
-        text = "\x1f".join("" if value is None else str(value) for value in values)
-        digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
-        yield values[0], int(digest[:15], 16)
-
-
-def _to_disk(filesystem: Any, path: str) -> None:
-    """Let a file survive the machine, too: messages are deleted on its word."""
-    if isinstance(filesystem, fs.LocalFileSystem):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _checksums(batch: pa.RecordBatch) -> Iterator[int]:
+    """The checksum of each message, as ``queen.range_checksums`` computes it."""
+    columns = {name: batch[name] for name in CHECKED}
+    columns["created_at"] = pc.cast(batch["created_at"], pa.int64())
+    columns["is_encrypted"] = pc.cast(batch["is_encrypted"], pa.int8())
+    texts = [pc.fill_null(pc.cast(column, pa.string()), "") for column in columns.values()]
+    for text in pc.binary_join_element_wise(*texts, "\x1f").to_pylist():
+        digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
+        yield int.from_bytes(digest[:8], "big") >> 4
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import adbc_driver_manager.dbapi as adbc
+import adbc_driver_postgresql.dbapi
 import psycopg
+import pyarrow as pa
 from psycopg import pq, sql
+from psycopg.adapt import PyFormat
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from airflow_provider_queen.client import Keyring
@@ -22,6 +26,7 @@ from airflow_provider_queen.client.errors import translate
 from airflow_provider_queen.exceptions import (
     DatabaseUnreachableError,
     InvalidOptionError,
+    QueenError,
     QueueNotFoundError,
 )
 
@@ -77,31 +82,43 @@ class ConnectionInfo:
 
     def connect(self) -> psycopg.Connection[Any]:
         """Open a connection in autocommit, so that no scan holds a snapshot between two of its statements."""
-        timeout = conninfo_to_dict(self.conninfo).get("connect_timeout") or CONNECT_TIMEOUT_SECONDS
         try:
             # No prepared statements: the plan must fit the ranges at hand, and poolers do not keep them.
-            connection = psycopg.connect(
-                self.conninfo, connect_timeout=timeout, autocommit=True, prepare_threshold=None
-            )
+            connection = psycopg.connect(self._with_timeout, autocommit=True, prepare_threshold=None)
         except psycopg.OperationalError as error:
-            reason = " ".join(str(error).split())
-            raise DatabaseUnreachableError(
-                f"cannot connect to PostgreSQL at {self.target}: {reason}"
-            ) from None
+            raise self._unreachable(error) from None
         # psycopg hands out timestamps in the session's zone; UTC is the one that costs no conversion.
         connection.execute("SELECT pg_catalog.set_config('TimeZone', 'UTC', false)")
         return connection
+
+    def connect_arrow(self) -> adbc.Connection:
+        """The same for reading in bulk: rows come as Arrow batches and never are Python objects."""
+        try:
+            # Arrow knows no text but UTF-8, whatever the database stores it in.
+            conninfo = make_conninfo(self._with_timeout, client_encoding="UTF8")
+            connection: adbc.Connection = adbc_driver_postgresql.dbapi.connect(conninfo, autocommit=True)
+        except adbc.Error as error:
+            raise self._unreachable(error) from None
+        return connection
+
+    @property
+    def _with_timeout(self) -> str:
+        timeout = conninfo_to_dict(self.conninfo).get("connect_timeout") or CONNECT_TIMEOUT_SECONDS
+        return make_conninfo(self.conninfo, connect_timeout=timeout)
+
+    def _unreachable(self, error: Exception) -> DatabaseUnreachableError:
+        reason = " ".join(str(error).split())
+        return DatabaseUnreachableError(f"cannot connect to PostgreSQL at {self.target}: {reason}")
 
 
 def call(
     connection: psycopg.Connection[Any], function: str, columns: Sequence[str], *arguments: object
 ) -> list[tuple[Any, ...]]:
-    """Return ``columns`` of ``queen.function(arguments)``: the only SQL that the Spark side composes."""
-    statement = sql.SQL("SELECT {} FROM {}({})").format(
-        sql.SQL(", ").join(map(sql.Identifier, columns)),
-        sql.Identifier("queen", function),
-        sql.SQL(", ").join([sql.Placeholder()] * len(arguments)),
-    )
+    """Return ``columns`` of ``queen.function(arguments)``.
+
+    Arguments go in binary form: in a text array psycopg looks for characters to escape, message by message.
+    """
+    statement = _selection(function, columns, [sql.Placeholder(format=PyFormat.BINARY)] * len(arguments))
     failure: psycopg.Error
     try:
         return connection.cursor(binary=True).execute(statement, arguments).fetchall()
@@ -109,6 +126,30 @@ def call(
         failure = error
     # Outside of the except block: the driver's error may quote a payload, and would be attached.
     raise translate(failure, connection_closed=connection.closed)
+
+
+def call_arrow(
+    connection: adbc.Connection, function: str, columns: Sequence[str], *arguments: object
+) -> pa.RecordBatch:
+    """The same as one Arrow batch. Arguments are written out: with parameters the driver uses no COPY."""
+    statement = _selection(function, columns, [sql.Literal(argument) for argument in arguments])
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(statement.as_string())
+            table = cursor.fetch_arrow_table()
+            return pa.RecordBatch.from_struct_array(table.to_struct_array().combine_chunks())
+    except (adbc.Error, pa.ArrowException, OSError) as error:
+        failure = " ".join(str(error).split())
+    raise QueenError(f"reading {function.removeprefix('scan_')} failed: {failure}")
+
+
+def _selection(function: str, columns: Sequence[str], arguments: Sequence[sql.Composable]) -> sql.Composed:
+    """The only SQL that the Spark side composes."""
+    return sql.SQL("SELECT {} FROM {}({})").format(
+        sql.SQL(", ").join(map(sql.Identifier, columns)),
+        sql.Identifier("queen", function),
+        sql.SQL(", ").join(arguments),
+    )
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,31 @@ from pyspark.sql.datasource import (
     DataSourceStreamWriter,
     DataSourceWriter,
 )
-from pyspark.sql.types import StructType
+from pyspark.sql.types import StringType, StructType
 
 from airflow_provider_queen.exceptions import InvalidOptionError
 from airflow_provider_queen.spark.connection import ConnectionInfo, Keys
 from airflow_provider_queen.spark.readers import READERS, MessagesReader
-from airflow_provider_queen.spark.schemas import TABLES, check_columns, nearest
+from airflow_provider_queen.spark.schemas import (
+    TABLES,
+    WITH_PAYLOAD,
+    check_columns,
+    nearest,
+    with_payload_schema,
+)
 from airflow_provider_queen.spark.streams import MessagesStream
 from airflow_provider_queen.spark.writers import QueenStreamWriter, QueenWriter, check_frame
 
 DEFAULT_SLICES = 2
-READ_OPTIONS = ("table", "queue_name", "numSlices", "decrypt")
-STREAM_OPTIONS = ("queue_name", "numSlices", "decrypt", "startingOffsets", "maxMessagesPerTrigger")
+READ_OPTIONS = ("table", "queue_name", "payloadSchema", "numSlices", "decrypt")
+STREAM_OPTIONS = (
+    "queue_name",
+    "payloadSchema",
+    "numSlices",
+    "decrypt",
+    "startingOffsets",
+    "maxMessagesPerTrigger",
+)
 WRITE_OPTIONS = ("queue_name", "write_id", "encrypt")
 STREAM_WRITE_OPTIONS = ("queue_name", "encrypt")
 #: What Spark itself adds to the options of a stream's sink.
@@ -41,18 +54,24 @@ class QueenDataSource(DataSource):
     def name(cls) -> str:
         return "queen"
 
-    def schema(self) -> StructType:
-        return TABLES[self._table]
+    def schema(self) -> StructType | str:
+        fields = self.options.get("payloadSchema")
+        if fields is None:
+            return TABLES[self._table]
+        if self._table not in WITH_PAYLOAD:
+            raise InvalidOptionError(f"{self._table} has no payload, so that payloadSchema says nothing")
+        return with_payload_schema(self._table, fields)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         self._check_options(READ_OPTIONS)
+        self._check_payload(schema)
         check_columns(self._table, schema)
-        return READERS[self._table](
-            self._connection, schema, self._queue_name, self._slices, self._keys_for("decrypt")
-        )
+        keys = self._keys_for("decrypt") if self._table in WITH_PAYLOAD else None
+        return READERS[self._table](self._connection, schema, self._queue_name, self._slices, keys)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         self._check_options(STREAM_OPTIONS)
+        self._check_payload(schema)
         check_columns("messages", schema)
         reader = MessagesReader(
             self._connection, schema, self._queue_name, self._slices, self._keys_for("decrypt")
@@ -115,6 +134,13 @@ class QueenDataSource(DataSource):
         if self._one_of(option, "false", "true") == "false":
             return None
         return self.keys or Keys.from_environment()
+
+    def _check_payload(self, schema: StructType) -> None:
+        # A schema of the caller's own replaces ours, and with it what the option says.
+        if "payloadSchema" in self.options and any(
+            field.name == "payload" and field.dataType == StringType() for field in schema
+        ):
+            raise InvalidOptionError("payloadSchema and .schema(...) contradict each other about 'payload'")
 
     def _check_options(self, known: tuple[str, ...]) -> None:
         # Spark hands option names over without their case.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from airflow_provider_queen.spark.application import Say
 from airflow_provider_queen.spark.connection import ConnectionInfo, call
-from airflow_provider_queen.spark.jobs import Runner, call_until_nothing
+from airflow_provider_queen.spark.jobs import Here, Runner, call_until_nothing
 
 JOB = "queen-eviction"
 
@@ -37,12 +37,19 @@ def evicting_queues(connection: ConnectionInfo, queue_name: str | None) -> list[
         return [row[0] for row in call(database, "evicting_queues", ["queue_name"], queue_name)]
 
 
-def evict(connection: ConnectionInfo, runner: Runner, queues: Sequence[str], chunk: int) -> dict[str, int]:
+def evict(
+    connection: ConnectionInfo, runner: Runner, queues: Sequence[str], chunk: int, say: Say
+) -> dict[str, int]:
     """Evict in short transactions, each queue as a piece of its own; returns how many messages, per queue."""
-    counts = runner.map(partial(evict_queue, connection, chunk), queues)
+    # What a Spark task would say stays on its executor; there the stages are reported instead.
+    heard = say if isinstance(runner, Here) else _silent
+    counts = runner.map(partial(evict_queue, connection, chunk, heard), queues)
     return dict(zip(queues, counts, strict=True))
 
 
-def evict_queue(connection: ConnectionInfo, chunk: int, queue_name: str) -> int:
-    silent: Say = lambda _: None  # noqa: E731
-    return call_until_nothing(connection, silent, "evict", "evicted", queue_name, chunk)
+def evict_queue(connection: ConnectionInfo, chunk: int, say: Say, queue_name: str) -> int:
+    return call_until_nothing(connection, say, "evict", "evicted", queue_name, chunk)
+
+
+def _silent(line: str) -> None:
+    """Nobody listens."""

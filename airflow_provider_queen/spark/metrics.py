@@ -1,12 +1,11 @@
-"""Throughput, latency and processing time per queue, consumer group and time bucket.
+"""The figures per bucket, on Spark: for more messages than SQL gets through before Spark has started.
 
-The functions on DataFrames are pure; :func:`compute` reads, :func:`record` writes.
+The functions on DataFrames are pure; :func:`compute` reads. What the figures are: see :mod:`.figures`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 
 from pyspark import StorageLevel
@@ -14,14 +13,12 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from airflow_provider_queen.spark.connection import ConnectionInfo, call
+from airflow_provider_queen.spark.figures import PRODUCERS, BucketMetrics, Window
 from airflow_provider_queen.spark.schemas import select
 
-#: The consumer group of the rows that count pushes: no consumer has taken part in them.
-PRODUCERS = ""
 PERCENTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-RECORD_ROWS = 5_000
 
-MESSAGE_COLUMNS = ("lane_id", "seq", "queue_name", "created_at")
+MESSAGE_COLUMNS = ("lane_id", "seq", "queue_name", "created_at", "payload_bytes")
 DELIVERY_COLUMNS = (
     "queue_name",
     "consumer_group",
@@ -31,56 +28,40 @@ DELIVERY_COLUMNS = (
     "completed",
     "failed",
     "rejected",
+    "released",
+    "expired",
+    "attempt",
     "popped_at",
     "ended_at",
 )
+DEAD_LETTER_COLUMNS = ("queue_name", "consumer_group", "failed_at")
 KEY = ("queue_name", "consumer_group", "bucket_start")
+#: A lane is a partition and a message priority; its id is ten times the partition's, and the priority.
+PARTITION = "lane_id DIV 10"
+COUNTS = (
+    "pushed",
+    "completed",
+    "failed",
+    "dead_lettered",
+    "partitions",
+    "payload_bytes",
+    "largest_payload_bytes",
+    "deliveries",
+    "redeliveries",
+    "rejected",
+    "released",
+    "expired",
+)
 
 
-@dataclass(frozen=True)
-class Window:
-    """Which buckets to compute; ``since`` and ``until`` widen to whole ones, as half of one is no figure."""
-
-    bucket_seconds: int = 60
-    since: datetime | None = None
-    until: datetime | None = None
-
-    @property
-    def first(self) -> datetime | None:
-        """The start of the first bucket."""
-        if self.since is None:
-            return None
-        seconds = int(self.since.timestamp() // self.bucket_seconds) * self.bucket_seconds
-        return datetime.fromtimestamp(seconds, UTC)
-
-    def contains(self, moment: Column) -> Column:
-        bucket = bucket_start(moment, self.bucket_seconds)
-        inside = F.lit(True)
-        if self.first is not None:
-            # The comparison of the column itself is one that Spark can hand down to the database.
-            inside = inside & (moment >= F.lit(self.first))
-        if self.until is not None:
-            inside = inside & (bucket < F.lit(self.until.timestamp()))
-        return inside
-
-
-@dataclass(frozen=True)
-class BucketMetrics:
-    """One row of ``queen.queue_metrics``, in the order of the arguments of ``queen.record_metrics``."""
-
-    queue_name: str
-    consumer_group: str
-    bucket_start: datetime
-    pushed: int
-    completed: int
-    failed: int
-    dead_lettered: int
-    latency_p50_ms: float | None
-    latency_p95_ms: float | None
-    latency_p99_ms: float | None
-    processing_p50_ms: float | None
-    processing_p95_ms: float | None
-    processing_p99_ms: float | None
+def inside(window: Window, moment: Column) -> Column:
+    """Whether a moment lies in the window: comparisons that Spark can hand down to the database."""
+    condition = F.lit(True)
+    if window.first is not None:
+        condition = condition & (moment >= F.lit(window.first))
+    if window.end is not None:
+        condition = condition & (moment < F.lit(window.end))
+    return condition
 
 
 def bucket_start(moment: Column, bucket_seconds: int) -> Column:
@@ -89,33 +70,46 @@ def bucket_start(moment: Column, bucket_seconds: int) -> Column:
     return seconds - seconds % F.lit(bucket_seconds)
 
 
-def milliseconds(start: str, end: str) -> Column:
-    """The time between two moments; timestamps are exact to the microsecond."""
-    return (F.unix_micros(F.col(end)) - F.unix_micros(F.col(start))) / F.lit(1000.0)
+def microseconds(start: str, end: str) -> Column:
+    """The time between two moments, which is a whole number."""
+    return F.unix_micros(F.col(end)) - F.unix_micros(F.col(start))
 
 
-def percentiles(prefix: str, value: str) -> list[Column]:
-    """Exact, interpolated percentiles, as PostgreSQL's ``percentile_cont`` and numpy's default give them."""
-    return [F.percentile(value, share).alias(f"{prefix}_{name}_ms") for name, share in PERCENTILES.items()]
+def percentiles(value: str) -> Column:
+    """Exact, interpolated percentiles, as PostgreSQL's ``percentile_cont`` and numpy's default give them.
+
+    All in one array: each aggregate of its own would keep all values once more.
+    """
+    return F.percentile(value, list(PERCENTILES.values())).alias(value)
 
 
 def pushed(messages: DataFrame, window: Window) -> DataFrame:
-    """Messages pushed, per queue and bucket."""
-    return (
-        messages.where(window.contains(F.col("created_at")))
-        .groupBy(
-            "queue_name",
-            F.lit(PRODUCERS).alias("consumer_group"),
-            bucket_start(F.col("created_at"), window.bucket_seconds).alias("bucket_start"),
+    """Messages pushed, per queue and bucket: how many, over how many partitions, how evenly, how large."""
+    bucket = bucket_start(F.col("created_at"), window.bucket_seconds)
+    per_partition = (
+        messages.where(inside(window, F.col("created_at")))
+        .groupBy("queue_name", bucket.alias("bucket_start"), F.expr(PARTITION))
+        .agg(
+            F.count("*").alias("messages"),
+            F.sum("payload_bytes").alias("bytes"),
+            F.max("payload_bytes").alias("largest"),
         )
-        .agg(F.count("*").alias("pushed"))
+    )
+    return per_partition.groupBy("queue_name", F.lit(PRODUCERS).alias("consumer_group"), "bucket_start").agg(
+        F.sum("messages").alias("pushed"),
+        F.count("*").alias("pushed_partitions"),
+        (F.max("messages") / F.avg("messages")).alias("pushed_skew"),
+        F.sum("bytes").alias("payload_bytes"),
+        F.max("largest").alias("largest_payload_bytes"),
     )
 
 
 def ended(deliveries: DataFrame, window: Window) -> DataFrame:
-    """The deliveries that ended inside the window, with their bucket."""
-    return deliveries.where(window.contains(F.col("ended_at"))).withColumn(
-        "bucket_start", bucket_start(F.col("ended_at"), window.bucket_seconds)
+    """The deliveries that ended inside the window, with their bucket and how many messages they settled."""
+    return (
+        deliveries.where(inside(window, F.col("ended_at")))
+        .withColumn("bucket_start", bucket_start(F.col("ended_at"), window.bucket_seconds))
+        .withColumn("settled", F.col("completed") + F.col("failed") + F.col("rejected"))
     )
 
 
@@ -124,17 +118,39 @@ def settled(deliveries: DataFrame, window: Window) -> DataFrame:
 
     A lease that only expired or was only given back processed nothing: it does not count as processing time.
     """
-    settlements = F.col("completed") + F.col("failed") + F.col("rejected")
+    took = microseconds("popped_at", "ended_at")
     return (
         ended(deliveries, window)
-        .withColumn("processing_ms", F.when(settlements > 0, milliseconds("popped_at", "ended_at")))
+        .withColumn("processing_ms", F.when(F.col("settled") > 0, took / F.lit(1000.0)))
         .groupBy(*KEY)
         .agg(
-            F.sum("completed").alias("completed"),
-            F.sum("failed").alias("failed"),
-            F.sum("rejected").alias("dead_lettered"),
-            *percentiles("processing", "processing_ms"),
+            *[F.sum(name).alias(name) for name in ("completed", "failed", "rejected", "released", "expired")],
+            F.count("*").alias("deliveries"),
+            F.count_if(F.col("attempt") > 1).alias("redeliveries"),
+            (F.sum(took) / F.lit(1_000_000.0)).alias("busy_seconds"),
+            percentiles("processing_ms"),
         )
+    )
+
+
+def spread(deliveries: DataFrame, window: Window) -> DataFrame:
+    """Over how many partitions a group's work went, and how evenly, per queue, group and bucket."""
+    per_partition = (
+        ended(deliveries, window).groupBy(*KEY, F.expr(PARTITION)).agg(F.sum("settled").alias("n"))
+    )
+    return per_partition.groupBy(*KEY).agg(
+        F.count("*").alias("settled_partitions"),
+        (F.max("n") / F.nullif(F.avg("n"), F.lit(0.0))).alias("settled_skew"),
+    )
+
+
+def buried(dead_letters: DataFrame, window: Window) -> DataFrame:
+    """Messages that became dead letters, for whatever reason, per queue, group and bucket."""
+    return (
+        dead_letters.where(inside(window, F.col("failed_at")))
+        .withColumn("bucket_start", bucket_start(F.col("failed_at"), window.bucket_seconds))
+        .groupBy(*KEY)
+        .agg(F.count("*").alias("dead_lettered"))
     )
 
 
@@ -159,29 +175,44 @@ def completed_messages(deliveries: DataFrame) -> DataFrame:
 
 
 def latency(messages: DataFrame, deliveries: DataFrame, window: Window) -> DataFrame:
-    """End-to-end latency (push to settlement) of completed messages, per queue, group and bucket."""
+    """End-to-end latency (push to settlement) of completed messages, per queue, group and bucket.
+
+    Spark takes the listed messages for as few as there are deliveries, and would broadcast them: the hint
+    keeps it from that.
+    """
+    pushed_at = messages.select("lane_id", "seq", "created_at")
     return (
         completed_messages(ended(deliveries, window))
-        .join(messages.select("lane_id", "seq", "created_at"), on=["lane_id", "seq"], how="inner")
-        .withColumn("latency_ms", milliseconds("created_at", "ended_at"))
+        .hint("merge")
+        .join(pushed_at, on=["lane_id", "seq"], how="inner")
+        .withColumn("latency_ms", microseconds("created_at", "ended_at") / F.lit(1000.0))
         .groupBy(*KEY)
-        .agg(*percentiles("latency", "latency_ms"))
+        .agg(percentiles("latency_ms"))
     )
 
 
-def bucket_metrics(messages: DataFrame, deliveries: DataFrame, window: Window) -> DataFrame:
+def bucket_metrics(
+    messages: DataFrame, deliveries: DataFrame, dead_letters: DataFrame, window: Window
+) -> DataFrame:
     """All figures, one row per queue, group and bucket in which something happened."""
     key = list(KEY)
     joined = (
         pushed(messages, window)
         .join(settled(deliveries, window), on=key, how="full")
+        .join(buried(dead_letters, window), on=key, how="full")
+        .join(spread(deliveries, window), on=key, how="left")
         .join(latency(messages, deliveries, window), on=key, how="left")
+        .withColumn("partitions", F.coalesce("pushed_partitions", "settled_partitions"))
+        .withColumn("skew", F.coalesce("pushed_skew", "settled_skew"))
     )
-    counts = [
-        F.coalesce(name, F.lit(0)).alias(name) for name in ("pushed", "completed", "failed", "dead_lettered")
+    counts = [F.coalesce(name, F.lit(0)).alias(name) for name in COUNTS]
+    times = [
+        F.get(f"{kind}_ms", F.lit(place)).alias(f"{kind}_{name}_ms")
+        for kind in ("latency", "processing")
+        for place, name in enumerate(PERCENTILES)
     ]
-    times = [f"{kind}_{name}_ms" for kind in ("latency", "processing") for name in PERCENTILES]
-    return joined.select(*key, *counts, *times).orderBy(*key)
+    busy = F.coalesce("busy_seconds", F.lit(0.0)).alias("busy_seconds")
+    return joined.select(*key, *counts, *times, busy, "skew").orderBy(*key)
 
 
 def read(spark: SparkSession, table: str, columns: Sequence[str], queue_name: str | None) -> DataFrame:
@@ -204,13 +235,6 @@ def first_needed(connection: ConnectionInfo, window: Window, deliveries: DataFra
     return window.first if oldest is None else min(window.first, oldest)
 
 
-def next_window(connection: ConnectionInfo, bucket_seconds: int, queue_name: str | None) -> Window:
-    """What an earlier run has not seen, and a little of what it has; everything where there was none."""
-    with connection.connect() as database:
-        since = call(database, "metrics_from", ["computed_from"], bucket_seconds, queue_name)[0][0]
-    return Window(bucket_seconds, since)
-
-
 def compute(
     spark: SparkSession,
     connection: ConnectionInfo,
@@ -224,16 +248,19 @@ def compute(
     no delivery misses its messages.
     """
     deliveries = read(spark, "deliveries", DELIVERY_COLUMNS, queue_name)
-    deliveries = deliveries.where(window.contains(F.col("ended_at"))).persist(StorageLevel.MEMORY_AND_DISK)
+    deliveries = deliveries.where(inside(window, F.col("ended_at"))).persist(StorageLevel.MEMORY_AND_DISK)
     messages = read(spark, "messages", MESSAGE_COLUMNS, queue_name)
+    dead_letters = read(spark, "dead_letters", DEAD_LETTER_COLUMNS, queue_name)
     try:
         say(f"{deliveries.count()} deliveries read")
         oldest = first_needed(connection, window, deliveries)
         if oldest is not None:
             messages = messages.where(F.col("created_at") >= F.lit(oldest))
+        if window.end is not None:  # what was delivered before it was pushed before it, too
+            messages = messages.where(F.col("created_at") < F.lit(window.end))
         messages = messages.persist(StorageLevel.MEMORY_AND_DISK)
         say(f"{messages.count()} messages read")
-        rows = bucket_metrics(messages, deliveries, window).collect()
+        rows = bucket_metrics(messages, deliveries, dead_letters, window).collect()
     finally:
         messages.unpersist()
         deliveries.unpersist()
@@ -241,15 +268,3 @@ def compute(
         BucketMetrics(**{**row.asDict(), "bucket_start": datetime.fromtimestamp(row["bucket_start"], UTC)})
         for row in rows
     ]
-
-
-def record(connection: ConnectionInfo, window: Window, rows: Sequence[BucketMetrics]) -> int:
-    """Store the figures in ``queen.queue_metrics``, all or none; return how many rows were new or renewed."""
-    names = [field.name for field in fields(BucketMetrics)]
-    written = 0
-    with connection.connect() as database, database.transaction():
-        for start in range(0, len(rows), RECORD_ROWS):
-            portion = rows[start : start + RECORD_ROWS]
-            columns = [[getattr(row, name) for row in portion] for name in names]
-            written += call(database, "record_metrics", ["written"], window.bucket_seconds, *columns)[0][0]
-    return written

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import psycopg
+import adbc_driver_manager.dbapi as adbc
 import pyarrow as pa
 
-from airflow_provider_queen.spark.connection import call
+from airflow_provider_queen.spark.connection import call_arrow
 
 BATCH_ROWS = 10_000
 
@@ -49,17 +49,8 @@ def bounds(ranges: Sequence[Range]) -> tuple[list[int], list[int], list[int]]:
 
 
 def scan_messages(
-    connection: psycopg.Connection[Any], columns: Sequence[str], ranges: Sequence[Range]
-) -> Iterator[list[tuple[Any, ...]]]:
+    connection: adbc.Connection, columns: Sequence[str], ranges: Sequence[Range]
+) -> Iterator[pa.RecordBatch]:
     """Read the ranges in order, a bounded number of rows per statement."""
     for portion in cut_ranges(ranges, BATCH_ROWS):
-        yield call(connection, "scan_messages", columns, *bounds(portion))
-
-
-def to_batch(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch:
-    """Turn rows into columns of exactly the types that the schema names."""
-    columns = zip(*rows, strict=True)
-    return pa.RecordBatch.from_arrays(
-        [pa.array(column, type=field.type) for column, field in zip(columns, schema, strict=True)],
-        schema=schema,
-    )
+        yield call_arrow(connection, "scan_messages", columns, *bounds(portion))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
+import adbc_driver_manager.dbapi as adbc
 import psycopg
 import pyarrow as pa
 from pyspark.sql.datasource import (
@@ -25,14 +26,14 @@ from pyspark.sql.datasource import (
     LessThan,
     LessThanOrEqual,
 )
-from pyspark.sql.types import StructType
+from pyspark.sql.types import DataType, StringType, StructType
 
 from airflow_provider_queen.client import Keyring
-from airflow_provider_queen.spark.connection import ConnectionInfo, Keys, call, check_queue
-from airflow_provider_queen.spark.ranges import BATCH_ROWS, Range, scan_messages, to_batch
+from airflow_provider_queen.spark.connection import ConnectionInfo, Keys, call, call_arrow, check_queue
+from airflow_provider_queen.spark.payloads import arrow_type, parser
+from airflow_provider_queen.spark.ranges import BATCH_ROWS, Range, scan_messages
 from airflow_provider_queen.spark.schemas import arrow_schema
 
-Row = tuple[Any, ...]
 MICROSECOND = timedelta(microseconds=1)
 #: What decryption needs to know of a message.
 SEALED_COLUMNS = ("payload", "is_encrypted", "queue_name", "transaction_id", "origin_transaction_id")
@@ -58,6 +59,7 @@ class Bounds:
 
     queue_name: str | None = None
     partition_name: str | None = None
+    consumer_group: str | None = None
     time_from: datetime | None = None
     time_before: datetime | None = None
 
@@ -68,11 +70,18 @@ class Bounds:
                 return replace(self, queue_name=name)
             case EqualTo(attribute=("partition_name",), value=str(name)):
                 return replace(self, partition_name=name)
+            case EqualTo(attribute=("consumer_group",), value=str(name)):
+                return replace(self, consumer_group=name)
             case GreaterThan() | GreaterThanOrEqual() | LessThan() | LessThanOrEqual() | EqualTo():
                 value = condition.value
                 if condition.attribute == (time_column,) and isinstance(value, datetime) and value.tzinfo:
                     return self._narrowed_in_time(condition, value)
         return self
+
+    @property
+    def names(self) -> tuple[str | None, str | None, str | None]:
+        """Queue, partition and group: what the functions that scan a table take."""
+        return self.queue_name, self.partition_name, self.consumer_group
 
     def _narrowed_in_time(self, condition: Filter, moment: datetime) -> Bounds:
         bounds = self
@@ -120,36 +129,44 @@ class QueenReader(DataSourceReader):
         names = self.schema.fieldNames()
         fetched = names + [name for name in SEALED_COLUMNS if self.keys and name not in names]
         keyring = self.keys.keyring() if self.keys else None
+        wanted = self.schema["payload"].dataType if "payload" in names else StringType()
+        changed = "payload" in names and (keyring is not None or wanted != StringType())
         schema = arrow_schema(self.schema)
-        with self.connection.connect() as connection:
-            for rows in self.fetch(connection, fetched, partition):
-                if rows:
-                    yield to_batch(unsealed(rows, fetched, len(names), keyring), schema)
+        with self.connection.connect_arrow() as connection:
+            for batch in self.scan(connection, fetched, partition):
+                columns = {name: batch[name] for name in names}
+                if changed:
+                    columns["payload"] = payloads(batch, keyring, wanted)
+                if batch.num_rows:
+                    yield pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
 
     @abstractmethod
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
         """What each task reads; on the driver."""
 
     @abstractmethod
-    def fetch(
-        self, connection: psycopg.Connection[Any], columns: Sequence[str], part: Slice
-    ) -> Iterator[list[Row]]:
-        """The rows of a slice, a batch at a time; on an executor."""
+    def scan(
+        self, connection: adbc.Connection, columns: Sequence[str], part: Slice
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of a slice, a bounded number at a time; on an executor."""
 
 
-def unsealed(rows: list[Row], columns: Sequence[str], kept: int, keyring: Keyring | None) -> list[Row]:
-    """The first ``kept`` columns, with the payloads of encrypted messages in clear where there are keys."""
-    if keyring is None:
-        return rows
-    payload, encrypted, queue, transaction, origin = (columns.index(name) for name in SEALED_COLUMNS)
+def payloads(batch: pa.RecordBatch, keyring: Keyring | None, wanted: DataType) -> pa.Array:
+    """The payloads as the query wants them: in clear where there are keys, parsed where there is a schema."""
+    texts = opened(batch, keyring) if keyring else batch["payload"].to_pylist()
+    if wanted != StringType():
+        parse = parser(wanted)
+        texts = [parse(text) for text in texts]
+    return pa.array(texts, type=arrow_type(wanted))
 
-    def opened(row: Row) -> Row:
-        if not row[encrypted]:
-            return row[:kept]
-        text = keyring.decrypt(row[payload], row[queue], row[origin] or row[transaction])
-        return (*row[:payload], text, *row[payload + 1 :])[:kept]
 
-    return [opened(row) for row in rows]
+def opened(batch: pa.RecordBatch, keyring: Keyring) -> list[str]:
+    """The payloads, with those of encrypted messages in clear."""
+    rows = zip(*(batch[name].to_pylist() for name in SEALED_COLUMNS), strict=True)
+    return [
+        keyring.decrypt(payload, queue, origin or transaction) if is_encrypted else payload
+        for payload, is_encrypted, queue, transaction, origin in rows
+    ]
 
 
 class MessagesReader(QueenReader):
@@ -173,9 +190,9 @@ class MessagesReader(QueenReader):
             packed.setdefault(slice_number, []).append(Range(*bounds))
         return [Slice(ranges) for ranges in packed.values()]
 
-    def fetch(
-        self, connection: psycopg.Connection[Any], columns: Sequence[str], part: Slice
-    ) -> Iterator[list[Row]]:
+    def scan(
+        self, connection: adbc.Connection, columns: Sequence[str], part: Slice
+    ) -> Iterator[pa.RecordBatch]:
         return scan_messages(connection, columns, [Range(*bounds) for bounds in part.ranges])
 
 
@@ -186,22 +203,22 @@ class _RowsById(QueenReader):
     not. No row is read twice.
     """
 
-    scan = ""
+    function = ""
 
-    def fetch(
-        self, connection: psycopg.Connection[Any], columns: Sequence[str], part: Slice
-    ) -> Iterator[list[Row]]:
+    def scan(
+        self, connection: adbc.Connection, columns: Sequence[str], part: Slice
+    ) -> Iterator[pa.RecordBatch]:
         for first_id, last_id in part.ranges:
             for start in range(first_id, last_id + 1, BATCH_ROWS):
                 end = min(last_id, start + BATCH_ROWS - 1)
-                yield call(connection, self.scan, columns, self.bounds.queue_name, start, end)
+                yield call_arrow(connection, self.function, columns, *self.bounds.names, start, end)
 
 
 class DeliveriesReader(_RowsById):
     """Reads ``queen.deliveries``."""
 
     time_column = "ended_at"
-    scan = "scan_deliveries"
+    function = "scan_deliveries"
 
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
         wanted = (self.bounds.time_from, self.bounds.time_before)
@@ -212,10 +229,11 @@ class DeliveriesReader(_RowsById):
 class DeadLettersReader(_RowsById):
     """Reads ``queen.dead_letter_queue``."""
 
-    scan = "scan_dead_letters"
+    time_column = "failed_at"
+    function = "scan_dead_letters"
 
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
-        rows = call(connection, "dead_letter_ranges", IdRange._fields, self.slices)
+        rows = call(connection, "dead_letter_ranges", IdRange._fields, self.bounds.time_from, self.slices)
         return [Slice([IdRange(*bounds)]) for bounds in rows]
 
 
@@ -225,10 +243,10 @@ class ConsumersReader(QueenReader):
     def plan(self, connection: psycopg.Connection[Any]) -> list[Slice]:
         return [Slice([(0,)])]
 
-    def fetch(
-        self, connection: psycopg.Connection[Any], columns: Sequence[str], part: Slice
-    ) -> Iterator[list[Row]]:
-        yield call(connection, "scan_consumers", columns, self.bounds.queue_name)
+    def scan(
+        self, connection: adbc.Connection, columns: Sequence[str], part: Slice
+    ) -> Iterator[pa.RecordBatch]:
+        yield call_arrow(connection, "scan_consumers", columns, *self.bounds.names)
 
 
 READERS: dict[str, type[QueenReader]] = {

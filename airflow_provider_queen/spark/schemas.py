@@ -19,6 +19,7 @@ from pyspark.sql.types import (
 )
 
 from airflow_provider_queen.exceptions import InvalidOptionError
+from airflow_provider_queen.spark.payloads import arrow_type, converter
 
 MESSAGES = StructType(
     [
@@ -110,14 +111,11 @@ TABLES = {
     "consumers": CONSUMERS,
 }
 
-_ARROW: dict[DataType, pa.DataType] = {
-    BooleanType(): pa.bool_(),
-    IntegerType(): pa.int32(),
-    LongType(): pa.int64(),
-    ShortType(): pa.int16(),
-    StringType(): pa.string(),
-    TimestampType(): pa.timestamp("us", tz="UTC"),
-}
+#: Columns that are read only where ``.schema(...)`` names them, because they are computed.
+ON_REQUEST = {"messages": StructType([StructField("payload_bytes", IntegerType())])}
+
+#: The tables whose column ``payload`` may be asked for with another type than STRING.
+WITH_PAYLOAD = ("messages", "dead_letters")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -129,16 +127,35 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def select(table: str, names: Iterable[str]) -> StructType:
     """Return the schema of some columns of ``table``, for ``.schema(...)``."""
-    return StructType([TABLES[table][name] for name in names])
+    known = known_columns(table)
+    return StructType([StructField(name, known[name]) for name in names])
+
+
+def known_columns(table: str) -> dict[str, DataType]:
+    """What may be asked for, and its type."""
+    return {field.name: field.dataType for field in [*TABLES[table], *ON_REQUEST.get(table, [])]}
+
+
+def with_payload_schema(table: str, fields: str) -> str:
+    """The table's schema as DDL with the payload as a structure of ``fields``, which are DDL themselves.
+
+    Spark parses it: where a data source is planned there is no session that could.
+    """
+    columns = {field.name: field.dataType.simpleString() for field in TABLES[table]}
+    return ", ".join(
+        f"{name} {columns[name] if name != 'payload' else f'STRUCT<{fields}>'}" for name in columns
+    )
 
 
 def check_columns(table: str, wanted: StructType) -> None:
     """Refuse columns that the table lacks, and types that would need a cast inside the data source."""
-    known = {field.name: field.dataType for field in TABLES[table]}
+    known = known_columns(table)
     for field in wanted:
         if field.name not in known:
             raise InvalidOptionError(f"{table} has no column {field.name!r}; {nearest(field.name, known)}")
-        if field.dataType != known[field.name]:
+        if field.name == "payload" and table in WITH_PAYLOAD:
+            converter(field.dataType)
+        elif field.dataType != known[field.name]:
             raise InvalidOptionError(
                 f"column {field.name!r} of {table} is {known[field.name].simpleString()},"
                 f" not {field.dataType.simpleString()}; cast it after reading"
@@ -147,4 +164,4 @@ def check_columns(table: str, wanted: StructType) -> None:
 
 def arrow_schema(schema: StructType) -> pa.Schema:
     """Spark compares the Arrow schema of a batch field by field with its own and refuses any difference."""
-    return pa.schema([pa.field(field.name, _ARROW[field.dataType], field.nullable) for field in schema])
+    return pa.schema([pa.field(field.name, arrow_type(field.dataType), field.nullable) for field in schema])

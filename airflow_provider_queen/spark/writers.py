@@ -25,7 +25,7 @@ from airflow_provider_queen.spark.schemas import MESSAGES, nearest
 
 PUSH_ROWS = 2_000
 #: Columns of a message that a frame may bring along; where it is and since when is decided anew.
-IGNORED = frozenset({"id", "lane_id", "seq", "created_at"})
+IGNORED = frozenset({"id", "lane_id", "seq", "created_at", "payload_bytes"})
 TYPES: dict[str, DataType] = {field.name: field.dataType for field in MESSAGES if field.name not in IGNORED}
 
 

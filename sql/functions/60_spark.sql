@@ -108,7 +108,8 @@ RETURNS TABLE (
     is_encrypted boolean,
     origin_transaction_id text,
     requeued_from text,
-    created_at timestamptz
+    created_at timestamptz,
+    payload_bytes int
 )
 LANGUAGE sql STABLE
 AS $$
@@ -125,7 +126,8 @@ AS $$
         m.is_encrypted,
         m.origin_transaction_id,
         m.requeued_from::text,
-        m.created_at
+        m.created_at,
+        octet_length(m.payload::text)
     FROM unnest(lane_ids, first_seqs, last_seqs) AS r (lane_id, first_seq, last_seq)
     CROSS JOIN LATERAL (
         SELECT v.*
@@ -151,7 +153,52 @@ AS $$
     ORDER BY n.slice;
 $$;
 
+-- The subquery with OFFSET is read by the index on ended_at. Without it the planner may look for the lowest id by
+-- walking over all ids from the first on, which are those of the oldest deliveries.
 CREATE OR REPLACE FUNCTION queen.delivery_ranges(ended_from timestamptz, ended_before timestamptz, slices int)
+RETURNS TABLE (first_id bigint, last_id bigint)
+LANGUAGE sql STABLE
+AS $$
+    SELECT r.*
+    FROM (
+        SELECT
+            min(e.id) AS lowest,
+            max(e.id) AS highest
+        FROM (
+            SELECT d.id
+            FROM queen.deliveries AS d
+            WHERE
+                (ended_from IS NULL OR d.ended_at >= ended_from)
+                AND (ended_before IS NULL OR d.ended_at < ended_before)
+            OFFSET 0
+        ) AS e
+    ) AS bounds
+    CROSS JOIN LATERAL queen.id_ranges(bounds.lowest, bounds.highest, slices) AS r;
+$$;
+
+-- An id below which every dead letter is older than a moment. Ids are given in the order of failed_at, but for what
+-- ran at the same time: a minute is more than enough for that. Walks back over what is newer, and no further.
+CREATE OR REPLACE FUNCTION queen.dead_letter_before(moment timestamptz)
+RETURNS bigint
+LANGUAGE plpgsql STABLE
+SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    dead record;
+BEGIN
+    IF moment IS NULL THEN
+        RETURN 0;
+    END IF;
+    FOR dead IN SELECT d.id, d.failed_at FROM queen.dead_letter_queue AS d ORDER BY d.id DESC LOOP
+        IF dead.failed_at < moment - interval '1 minute' THEN
+            RETURN dead.id;
+        END IF;
+    END LOOP;
+    RETURN 0;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION queen.dead_letter_ranges(failed_from timestamptz, slices int)
 RETURNS TABLE (first_id bigint, last_id bigint)
 LANGUAGE sql STABLE
 AS $$
@@ -160,25 +207,16 @@ AS $$
         SELECT
             min(d.id) AS lowest,
             max(d.id) AS highest
-        FROM queen.deliveries AS d
-        WHERE
-            (ended_from IS NULL OR d.ended_at >= ended_from)
-            AND (ended_before IS NULL OR d.ended_at < ended_before)
+        FROM queen.dead_letter_queue AS d
+        WHERE d.id > (SELECT queen.dead_letter_before(failed_from))
     ) AS bounds
     CROSS JOIN LATERAL queen.id_ranges(bounds.lowest, bounds.highest, slices) AS r;
 $$;
 
-CREATE OR REPLACE FUNCTION queen.dead_letter_ranges(slices int)
-RETURNS TABLE (first_id bigint, last_id bigint)
-LANGUAGE sql STABLE
-AS $$
-    SELECT r.*
-    FROM (SELECT min(d.id) AS lowest, max(d.id) AS highest FROM queen.dead_letter_queue AS d) AS bounds
-    CROSS JOIN LATERAL queen.id_ranges(bounds.lowest, bounds.highest, slices) AS r;
-$$;
-
 -- The deliveries of one range of ids.
-CREATE OR REPLACE FUNCTION queen.scan_deliveries(queue_filter text, range_first_id bigint, range_last_id bigint)
+CREATE OR REPLACE FUNCTION queen.scan_deliveries(
+    queue_filter text, partition_filter text, group_filter text, range_first_id bigint, range_last_id bigint
+)
 RETURNS TABLE (
     id bigint,
     queue_name text,
@@ -220,11 +258,15 @@ AS $$
     WHERE
         d.id BETWEEN range_first_id AND range_last_id
         AND (queue_filter IS NULL OR d.queue_name = queue_filter)
+        AND (partition_filter IS NULL OR d.partition_name = partition_filter)
+        AND (group_filter IS NULL OR d.consumer_group = group_filter)
     ORDER BY d.id;
 $$;
 
 -- The dead letters of one range of ids.
-CREATE OR REPLACE FUNCTION queen.scan_dead_letters(queue_filter text, range_first_id bigint, range_last_id bigint)
+CREATE OR REPLACE FUNCTION queen.scan_dead_letters(
+    queue_filter text, partition_filter text, group_filter text, range_first_id bigint, range_last_id bigint
+)
 RETURNS TABLE (
     id bigint,
     queue_name text,
@@ -273,11 +315,13 @@ AS $$
     WHERE
         d.id BETWEEN range_first_id AND range_last_id
         AND (queue_filter IS NULL OR q.name = queue_filter)
+        AND (partition_filter IS NULL OR d.partition_name = partition_filter)
+        AND (group_filter IS NULL OR d.consumer_group = group_filter)
     ORDER BY d.id;
 $$;
 
 -- Where every group stands in every partition it has met.
-CREATE OR REPLACE FUNCTION queen.scan_consumers(queue_filter text)
+CREATE OR REPLACE FUNCTION queen.scan_consumers(queue_filter text, partition_filter text, group_filter text)
 RETURNS TABLE (
     queue_name text,
     partition_name text,
@@ -315,116 +359,9 @@ AS $$
         q.retry_limit
     FROM queen.partition_consumers AS c
     INNER JOIN queen.queues AS q ON q.name = c.queue_name
-    WHERE queue_filter IS NULL OR c.queue_name = queue_filter
+    WHERE
+        (queue_filter IS NULL OR c.queue_name = queue_filter)
+        AND (partition_filter IS NULL OR c.partition_name = partition_filter)
+        AND (group_filter IS NULL OR c.consumer_group = group_filter)
     ORDER BY c.queue_name, c.partition_name, c.priority, c.consumer_group;
-$$;
-
--- Stores computed buckets; doing it again changes nothing. The counts of a bucket only ever grow, so a run that saw
--- less than an earlier one (retention has removed messages since) leaves the earlier row as it is.
--- Rows go in by key order: two runs at once wait for each other instead of deadlocking.
-CREATE OR REPLACE FUNCTION queen.record_metrics(
-    bucket_seconds int,
-    queue_names text[],
-    consumer_groups text[],
-    bucket_starts timestamptz[],
-    pushed bigint[],
-    completed bigint[],
-    failed bigint[],
-    dead_lettered bigint[],
-    latency_p50_ms float8[],
-    latency_p95_ms float8[],
-    latency_p99_ms float8[],
-    processing_p50_ms float8[],
-    processing_p95_ms float8[],
-    processing_p99_ms float8[]
-)
-RETURNS TABLE (written bigint)
-LANGUAGE sql VOLATILE
-AS $$
-    WITH stored AS (
-        INSERT INTO queen.queue_metrics AS m (
-            queue_name,
-            consumer_group,
-            bucket_start,
-            bucket_seconds,
-            pushed,
-            completed,
-            failed,
-            dead_lettered,
-            latency_p50_ms,
-            latency_p95_ms,
-            latency_p99_ms,
-            processing_p50_ms,
-            processing_p95_ms,
-            processing_p99_ms,
-            computed_at
-        )
-        SELECT
-            r.queue_name,
-            r.consumer_group,
-            r.bucket_start,
-            record_metrics.bucket_seconds,
-            r.pushed,
-            r.completed,
-            r.failed,
-            r.dead_lettered,
-            r.latency_p50_ms,
-            r.latency_p95_ms,
-            r.latency_p99_ms,
-            r.processing_p50_ms,
-            r.processing_p95_ms,
-            r.processing_p99_ms,
-            clock_timestamp()
-        FROM unnest(
-            queue_names,
-            consumer_groups,
-            bucket_starts,
-            record_metrics.pushed,
-            record_metrics.completed,
-            record_metrics.failed,
-            record_metrics.dead_lettered,
-            record_metrics.latency_p50_ms,
-            record_metrics.latency_p95_ms,
-            record_metrics.latency_p99_ms,
-            record_metrics.processing_p50_ms,
-            record_metrics.processing_p95_ms,
-            record_metrics.processing_p99_ms
-        ) AS r (
-            queue_name,
-            consumer_group,
-            bucket_start,
-            pushed,
-            completed,
-            failed,
-            dead_lettered,
-            latency_p50_ms,
-            latency_p95_ms,
-            latency_p99_ms,
-            processing_p50_ms,
-            processing_p95_ms,
-            processing_p99_ms
-        )
-        ORDER BY r.queue_name, r.consumer_group, r.bucket_start
-        ON CONFLICT (queue_name, consumer_group, bucket_start, bucket_seconds) DO UPDATE
-            SET
-                pushed = excluded.pushed,
-                completed = excluded.completed,
-                failed = excluded.failed,
-                dead_lettered = excluded.dead_lettered,
-                latency_p50_ms = coalesce(excluded.latency_p50_ms, m.latency_p50_ms),
-                latency_p95_ms = coalesce(excluded.latency_p95_ms, m.latency_p95_ms),
-                latency_p99_ms = coalesce(excluded.latency_p99_ms, m.latency_p99_ms),
-                processing_p50_ms = coalesce(excluded.processing_p50_ms, m.processing_p50_ms),
-                processing_p95_ms = coalesce(excluded.processing_p95_ms, m.processing_p95_ms),
-                processing_p99_ms = coalesce(excluded.processing_p99_ms, m.processing_p99_ms),
-                computed_at = excluded.computed_at
-            WHERE
-                excluded.pushed >= m.pushed
-                AND excluded.completed >= m.completed
-                AND excluded.failed >= m.failed
-                AND excluded.dead_lettered >= m.dead_lettered
-        RETURNING 1
-    )
-
-    SELECT count(*) FROM stored;
 $$;

@@ -254,6 +254,7 @@ CREATE TABLE queen.retention_history (
 CREATE INDEX retention_history_executed_at ON queen.retention_history (executed_at);
 COMMENT ON TABLE queen.retention_history IS 'What retention and eviction removed, when, from which partition.';
 
+-- Rows with an empty consumer_group are about the queue itself: what producers pushed.
 CREATE TABLE queen.queue_metrics (
     queue_name text NOT NULL,
     consumer_group text NOT NULL,
@@ -263,13 +264,29 @@ CREATE TABLE queen.queue_metrics (
     completed bigint NOT NULL DEFAULT 0,
     failed bigint NOT NULL DEFAULT 0,
     dead_lettered bigint NOT NULL DEFAULT 0,
+    -- Messages a second, pushed or completed: one of the two is 0.
+    throughput double precision GENERATED ALWAYS AS ((pushed + completed)::double precision / bucket_seconds) STORED,
     latency_p50_ms double precision,
     latency_p95_ms double precision,
     latency_p99_ms double precision,
     processing_p50_ms double precision,
     processing_p95_ms double precision,
     processing_p99_ms double precision,
+    partitions bigint NOT NULL DEFAULT 0,
+    skew double precision, -- of the busiest partition to the mean of them: 1 is even
+    payload_bytes bigint NOT NULL DEFAULT 0,
+    largest_payload_bytes bigint NOT NULL DEFAULT 0,
+    deliveries bigint NOT NULL DEFAULT 0,
+    redeliveries bigint NOT NULL DEFAULT 0,
+    rejected bigint NOT NULL DEFAULT 0,
+    released bigint NOT NULL DEFAULT 0,
+    expired bigint NOT NULL DEFAULT 0,
+    busy_seconds double precision NOT NULL DEFAULT 0,
+    -- Measured by the run whose moment lies in this bucket; the slope is in messages a second since the run before.
     pending bigint,
+    pending_at timestamptz,
+    pending_slope double precision,
+    oldest_age_seconds double precision,
     computed_at timestamptz NOT NULL DEFAULT now(),
     PRIMARY KEY (queue_name, consumer_group, bucket_start, bucket_seconds)
 );

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from airflow_provider_queen.resources import spark_app
 
@@ -29,3 +30,16 @@ def summary_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The last line that an application printed."""
     summary: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return summary
+
+
+def connection_json(dsn: str) -> str:
+    """A database as an Airflow connection."""
+    parts = conninfo_to_dict(dsn)
+    fields = {
+        "conn_type": "postgres",
+        "host": parts.get("host"),
+        "schema": parts.get("dbname"),
+        "login": parts.get("user"),
+        "password": parts.get("password"),
+    }
+    return json.dumps({**fields, **({"port": int(parts["port"])} if parts.get("port") else {})})

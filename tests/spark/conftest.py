@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -12,6 +13,7 @@ from pyspark.sql import SparkSession
 
 from airflow_provider_queen.embedded.postgres import PostgresServer
 from airflow_provider_queen.spark import ConnectionInfo, register
+from tests.spark.submissions import Submission
 
 # Two queues, lanes of uneven length, one of them with a floor as retention leaves it, one emptied.
 # What is pushed is stamped with the clock: the times are then set to known ones, rising with seq as always.
@@ -92,3 +94,14 @@ def session(spark: SparkSession, queen_dsn: str) -> SparkSession:
     """The shared session with ``format("queen")`` bound to the test's own database."""
     register(spark, ConnectionInfo(queen_dsn))
     return spark
+
+
+@pytest.fixture
+def submission(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    queen_dsn: str,
+) -> Submission:
+    return Submission(tmp_path, monkeypatch, caplog, capfd, queen_dsn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,21 +10,24 @@ import psycopg
 import pytest
 
 from airflow_provider_queen.spark import ConnectionInfo, anomalies
-from airflow_provider_queen.spark.anomalies import Standing
-from airflow_provider_queen.spark.metrics import PRODUCERS, BucketMetrics
+from airflow_provider_queen.spark.anomalies import LastChance, Standing
+from airflow_provider_queen.spark.figures import (
+    PRODUCERS,
+    BucketMetrics,
+    Window,
+    compute_here,
+    current_lags,
+    next_window,
+    record,
+    with_lags,
+)
 from tests.spark.apps import BOTH_SERVERS
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
 def bucket(minute: int, group: str = PRODUCERS, **figures: Any) -> BucketMetrics:
-    counts = {name: figures.get(name, 0) for name in ("pushed", "completed", "failed", "dead_lettered")}
-    times = {
-        f"{kind}_{share}_ms": figures.get(f"{kind}_{share}_ms")
-        for kind in ("latency", "processing")
-        for share in ("p50", "p95", "p99")
-    }
-    return BucketMetrics("orders", group, NOW + timedelta(minutes=minute), **counts, **times)
+    return BucketMetrics("orders", group, NOW + timedelta(minutes=minute), **figures)
 
 
 def standing(partition: str, pending: int, minutes_ago: float | None) -> Standing:
@@ -65,7 +69,7 @@ def test_a_lag_that_grows_bucket_by_bucket() -> None:
 
 
 def test_most_settlements_fail() -> None:
-    assert kinds(anomalies.failing([bucket(0, "g", completed=5, failed=12, dead_lettered=3)])) == [
+    assert kinds(anomalies.failing([bucket(0, "g", completed=5, failed=12, rejected=3)])) == [
         ("poison_loop", None, 0.75)
     ]
     assert kinds(anomalies.failing([bucket(0, "g", completed=15, failed=15)])) == []
@@ -76,6 +80,70 @@ def test_processing_that_takes_many_times_as_long() -> None:
     slow = bucket(3, "g", processing_p50_ms=1000.0, processing_p99_ms=15_000.0)
     assert kinds(anomalies.slow_processing([*usual, slow])) == [("long_processing", None, 15_000.0)]
     assert kinds(anomalies.slow_processing(usual)) == []
+
+
+def test_a_group_that_acknowledges_at_once_all_of_a_sudden() -> None:
+    usual = [bucket(minute, "g", completed=20, processing_p50_ms=200.0) for minute in range(3)]
+    flash = bucket(3, "g", completed=20, processing_p50_ms=1.5)
+    (found,) = anomalies.flashes([*usual, flash])
+    assert (found.kind, found.severity, found.value) == ("flash_message", "warning", 20)
+    assert "within 1.5 ms" in found.reason
+    # One that is always as quick, or that is quick for a few messages, or not that quick, is none.
+    assert kinds(anomalies.flashes([bucket(0, "g", completed=20, processing_p50_ms=2.0), flash])) == []
+    assert kinds(anomalies.flashes([*usual, replace(flash, completed=9)])) == []
+    assert kinds(anomalies.flashes([*usual, replace(flash, processing_p50_ms=6.0)])) == []
+    assert kinds(anomalies.flashes([flash])) == []
+
+
+def test_the_next_failure_would_be_the_last() -> None:
+    (found,) = anomalies.near_dead_letters([LastChance("orders", "a", "g", 2, 3)])
+    assert (found.kind, found.severity, found.partition_name, found.value) == (
+        "near_dead_letter",
+        "warning",
+        "a",
+        2,
+    )
+    assert "failed 3 times for g" in found.reason
+
+
+@pytest.mark.parametrize(("size", "found"), [(501, [("large_payload", None, 501)]), (500, [])])
+def test_a_payload_near_the_limit(size: int, found: list[Any]) -> None:
+    rows = [bucket(0, largest_payload_bytes=size), bucket(1, largest_payload_bytes=10)]
+    assert kinds(anomalies.large_payloads(rows, {"orders": 1000})) == found
+    # A queue that was deleted meanwhile has no limit any more.
+    assert kinds(anomalies.large_payloads(rows, {})) == []
+
+
+@BOTH_SERVERS
+def test_messages_at_their_last_attempt_are_found(queen_dsn: str, database: psycopg.Connection[Any]) -> None:
+    """The default retry_limit is 3: after the third failure there is one delivery left, after it none."""
+    info = ConnectionInfo(queen_dsn)
+    database.execute("SELECT queen.configure_queue('mails', '{\"retry_delay\": 0}')")
+    seen = []
+    for _ in range(4):
+        database.execute("SELECT queen.nack(lease_id) FROM queen.pop('mails', NULL, 'g', 2) LIMIT 1")
+        found = [a for a in anomalies.find(info, [], None) if a.kind == "near_dead_letter"]
+        seen.append(kinds(found))
+    assert seen == [[], [], [("near_dead_letter", "Default", 2)], []]
+    assert database.execute("SELECT count(*) FROM queen.dead_letter_queue").fetchone() == (2,)
+
+
+@BOTH_SERVERS
+def test_large_payloads_are_found_in_new_figures_only(
+    queen_dsn: str, database: psycopg.Connection[Any]
+) -> None:
+    info = ConnectionInfo(queen_dsn)
+    database.execute("SELECT queen.configure_queue('mails', '{\"max_message_bytes\": 1000}')")
+    database.execute("SELECT queen.push('mails', ARRAY[to_json(repeat('x', 598))::text])")
+    first = compute_here(info, Window(), "mails")
+    assert kinds(anomalies.find(info, first, "mails")) == [("large_payload", None, 600)]
+    record(info, Window(), with_lags(first, current_lags(info, 60)))
+    database.execute(
+        "UPDATE queen.queue_metrics SET bucket_start = bucket_start + interval '10 minutes'"
+        " WHERE bucket_start = (SELECT max(bucket_start) FROM queen.queue_metrics)"
+    )
+    again = compute_here(info, next_window(info, 60, "mails"), "mails")
+    assert kinds(anomalies.find(info, again, "mails")) == []
 
 
 @BOTH_SERVERS

@@ -7,8 +7,13 @@ import pickle
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from airflow_provider_queen.exceptions import DatabaseUnreachableError, InvalidOptionError, SchemaVersionError
-from airflow_provider_queen.spark.connection import ConnectionInfo, call
+from airflow_provider_queen.exceptions import (
+    DatabaseUnreachableError,
+    InvalidOptionError,
+    QueenError,
+    SchemaVersionError,
+)
+from airflow_provider_queen.spark.connection import ConnectionInfo, call, call_arrow
 
 SECRET = "tr0ub4dor"
 
@@ -52,10 +57,11 @@ def test_a_malformed_string_is_not_quoted() -> None:
 
 def test_an_unreachable_database_is_one_sentence() -> None:
     info = ConnectionInfo(f"host=127.0.0.1 port=1 dbname=q password={SECRET}")
-    with pytest.raises(DatabaseUnreachableError, match="cannot connect to PostgreSQL at host=") as caught:
-        info.connect()
-    assert "\n" not in str(caught.value)
-    assert SECRET not in str(caught.value)
+    for connect in (info.connect, info.connect_arrow):
+        with pytest.raises(DatabaseUnreachableError, match="cannot connect to PostgreSQL at host=") as caught:
+            connect()
+        assert "\n" not in str(caught.value)
+        assert SECRET not in str(caught.value)
 
 
 def test_a_database_without_the_schema_names_the_dag(queen_dsn: str) -> None:
@@ -64,3 +70,25 @@ def test_a_database_without_the_schema_names_the_dag(queen_dsn: str) -> None:
         pytest.raises(SchemaVersionError, match="queen_migrate"),
     ):
         call(connection, "not_there", ["x"])
+
+
+def test_a_read_that_fails_is_one_sentence(queen_dsn: str) -> None:
+    with (
+        ConnectionInfo(queen_dsn).connect_arrow() as connection,
+        pytest.raises(QueenError, match="reading messages failed: ") as caught,
+    ):
+        call_arrow(connection, "scan_messages", ["no_such_column"], [1], [1], [1])
+    assert "\n" not in str(caught.value)
+
+
+def test_names_are_quoted_for_arrow_too(queen_dsn: str) -> None:
+    odd = 'it\'s \\ "odd" ü {1}'
+    info = ConnectionInfo(queen_dsn)
+    with info.connect() as connection, info.connect_arrow() as arrow:
+        call(connection, "configure_queue", ["name"], odd)
+        call(connection, "push", ["status"], odd, ["1"])
+        call(connection, "pop", ["seq"], odd)
+        found = call_arrow(arrow, "scan_consumers", ["queue_name", "pending"], odd, None, None)
+        nothing = call_arrow(arrow, "scan_consumers", ["queue_name", "pending"], "other", None, None)
+    assert found.to_pydict() == {"queue_name": [odd], "pending": [1]}
+    assert nothing.to_pydict() == {"queue_name": [], "pending": []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ from airflow.models import DagBag
 from pyspark.sql import SparkSession
 
 from airflow_provider_queen.resources import dags_folder, spark_app
+from airflow_provider_queen.spark import jobs
 from tests.spark.apps import BOTH_SERVERS, load_app, summary_of
 
 DEAD = (
@@ -51,12 +53,17 @@ def waiting(
 
 @BOTH_SERVERS
 def test_each_group_loses_what_it_had_pending(
-    app: ModuleType, waiting: psycopg.Connection[Any], capsys: pytest.CaptureFixture[str]
+    app: ModuleType,
+    waiting: psycopg.Connection[Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(jobs, "SAY_EVERY", 100)
     waiting.execute("SELECT queen.push('orders', ARRAY['1', '2'], ARRAY['a'])")
     assert app.main(["--chunk", "100"]) == 0
-    summary = summary_of(capsys)
-    assert summary["queues"] == {"orders": 1500 - 200 + 1500}
+    *progress, last = capsys.readouterr().out.splitlines()
+    assert "queen-eviction: 2800 messages evicted" in progress
+    assert json.loads(last)["queues"] == {"orders": 1500 - 200 + 1500}
     assert waiting.execute(DEAD).fetchall() == [
         ("orders", "audit", 1300, 1300),
         ("orders", "billing", 1500, 1500),

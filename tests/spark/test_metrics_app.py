@@ -10,18 +10,16 @@ from types import ModuleType
 from typing import Any
 
 import psycopg
+import pyarrow.parquet as pq
 import pytest
 from airflow.models import DagBag
-from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
-from psycopg.conninfo import conninfo_to_dict
 from pyspark.sql import SparkSession
 
-import airflow_provider_queen
 from airflow_provider_queen.exceptions import InvalidOptionError
 from airflow_provider_queen.operators import spark as operators
 from airflow_provider_queen.operators.spark import QueenSparkOperator
 from airflow_provider_queen.resources import dags_folder, spark_app
-from tests.spark.apps import load_app
+from tests.spark.apps import connection_json, load_app, summary_of
 
 SECRET = "n0t-to-be-seen-4711"
 
@@ -53,17 +51,6 @@ def test_bad_arguments_end_with_a_sentence_and_2(
     assert "\n" not in errors
 
 
-def test_an_unreachable_database_ends_with_a_sentence_and_2(
-    app: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUEEN_DSN", f"host=127.0.0.1 port=1 dbname=q password={SECRET}")
-    assert app.main([]) == 2
-    errors = capsys.readouterr().err.strip()
-    assert "cannot connect to PostgreSQL" in errors
-    assert "\n" not in errors
-    assert SECRET not in errors
-
-
 def test_an_unknown_queue_ends_with_a_sentence_and_2(
     app: ModuleType,
     capsys: pytest.CaptureFixture[str],
@@ -81,85 +68,68 @@ def test_a_dry_run_stores_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     spark: SparkSession,
+    tmp_path: Path,
     queen_dsn: str,
     deliver: psycopg.Connection[Any],
 ) -> None:
     monkeypatch.setenv("QUEEN_DSN", queen_dsn)
-    assert app.main(["--dry-run", "--queue-name", "mails"]) == 0
+    arguments = ["--queue-name", "mails", "--output", str(tmp_path), "--spark-threshold", "1"]
+    assert app.main(["--dry-run", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     summary = json.loads(lines[-1])
     assert (summary["pushed"], summary["written"], summary["dry_run"]) == (77, 0, True)
     assert any("would record" in line for line in lines[:-1])
     assert deliver.execute("SELECT count(*) FROM queen.queue_metrics").fetchone() == (0,)
+    assert deliver.execute("SELECT count(*) FROM queen.anomalies").fetchone() == (0,)
+    assert list(tmp_path.iterdir()) == []
     # The session was not the application's own.
     assert spark.range(1).count() == 1
 
 
-def connection_json(dsn: str) -> str:
-    parts = conninfo_to_dict(dsn)
-    fields = {
-        "conn_type": "postgres",
-        "host": parts.get("host"),
-        "schema": parts.get("dbname"),
-        "login": parts.get("user"),
-        "password": parts.get("password"),
-    }
-    return json.dumps({**fields, **({"port": int(parts["port"])} if parts.get("port") else {})})
+def no_spark(*_: Any) -> None:
+    raise AssertionError("Spark was started")
 
 
-def test_submitted_by_the_operator_and_the_password_shows_nowhere(
-    tmp_path: Path,
+def test_small_work_goes_without_spark_and_to_parquet_too(
+    app: ModuleType,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
     queen_dsn: str,
     deliver: psycopg.Connection[Any],
 ) -> None:
-    secret = str(conninfo_to_dict(queen_dsn)["password"])
-    monkeypatch.setenv("AIRFLOW_CONN_QUEEN_DEFAULT", connection_json(queen_dsn))
-    monkeypatch.setenv("AIRFLOW_CONN_SPARK_DEFAULT", '{"conn_type": "spark", "host": "local[2]"}')
-    monkeypatch.setenv("PYTHONPATH", str(Path(airflow_provider_queen.__file__).parents[1]))
-    # Otherwise spark-submit would hand the job to the session that runs these tests.
-    for name in [name for name in os.environ if name.startswith(("PYSPARK_GATEWAY", "SPARK_CONF"))]:
-        monkeypatch.delenv(name)
-    operator = QueenSparkOperator(
-        task_id="metrics",
-        application=str(spark_app("metrics.py")),
-        application_args=["--bucket-seconds=60", ""],
-        conf={
-            "spark.eventLog.enabled": "true",
-            "spark.eventLog.dir": tmp_path.as_uri(),
-            "spark.eventLog.compress": "false",
-            "spark.ui.enabled": "false",
-            "spark.driver.host": "127.0.0.1",
-            "spark.driver.bindAddress": "127.0.0.1",
-            "spark.sql.shuffle.partitions": "2",
-        },
-    )
-    seen: list[list[str]] = []
-    build = SparkSubmitHook._build_spark_submit_command
-    monkeypatch.setattr(
-        SparkSubmitHook,
-        "_build_spark_submit_command",
-        lambda self, application: seen.append(build(self, application)) or seen[-1],
-    )
-    with caplog.at_level("DEBUG"):
-        summary = operator.execute({})
+    monkeypatch.setenv("QUEEN_DSN", queen_dsn)
+    monkeypatch.setattr(app, "session", no_spark)
+    with pytest.raises(AssertionError, match="Spark was started"):
+        app.main(["--spark-threshold", "4200"])
+    deliver.execute("SELECT queen.pop('mails', NULL, 'g', 5, auto_ack => TRUE)")
+    deliver.execute("UPDATE queen.consumer_states SET settled_at = settled_at - interval '1 hour'")
+    deliver.execute("UPDATE queen.consumer_states SET popped_at = popped_at - interval '1 hour'")
+    assert app.main(["--output", str(tmp_path)]) == 0
+    summary = summary_of(capsys)
+    assert (summary["pushed"], summary["critical"]) == (1577, 1)
 
-    assert summary is not None
-    assert (summary["application"], summary["pushed"]) == ("queen-metrics", 1577)
-    assert deliver.execute("SELECT count(*) FROM queen.queue_metrics").fetchone() == (summary["written"],)
-    events = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    assert "SparkListenerApplicationEnd" in events
-    assert "queen" in events
-    rendered = json.dumps({name: getattr(operator, name) for name in operator.template_fields}, default=str)
-    captured = capfd.readouterr()
-    # Both ends of the way: the password did reach the child, and the places searched are not empty ones.
-    assert operator._hook is not None
-    assert secret in (operator._hook._env or {})["QUEEN_DSN"]
-    assert "queen-metrics: connected to" in caplog.text + captured.out + captured.err
-    for place in (events, " ".join(seen[0]), caplog.text, captured.out, captured.err, rendered):
-        assert secret not in place
+    for table, left_out in (("queue_metrics", {"computed_at"}), ("anomalies", {"id", "detected_at"})):
+        (path,) = (tmp_path / table).iterdir()
+        assert path.name == f"{summary['run_id']}.parquet"
+        in_file = pq.read_table(path).to_pylist()
+        cursor = deliver.execute(f"SELECT * FROM queen.{table}")
+        names = [column.name for column in cursor.description or ()]
+        assert {*in_file[0], "id"} == {*names, "id"}
+        kept = [name for name in names if name not in left_out]
+        stored = [tuple(dict(zip(names, row, strict=True))[name] for name in kept) for row in cursor]
+        assert {tuple(row[name] for name in kept) for row in in_file} == set(stored)
+
+
+def test_a_place_that_cannot_be_written_ends_with_a_sentence_and_2(
+    app: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    queen_dsn: str,
+) -> None:
+    monkeypatch.setenv("QUEEN_DSN", queen_dsn)
+    assert app.main(["--output", "/dev/null/x"]) == 2
+    assert "no files can be kept at '/dev/null/x'" in capsys.readouterr().err
 
 
 def test_a_missing_spark_connection_is_an_error_not_yarn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,3 +183,12 @@ def test_the_dag_parses() -> None:
     assert task.downstream_task_ids == {"alert"}
     assert task.application == str(spark_app("metrics.py"))
     assert task.env_vars is None
+
+
+def test_critical_anomalies_fail_the_alert() -> None:
+    dag = DagBag(dag_folder=str(dags_folder() / "queen_metrics.py")).dags["queen_metrics"]
+    alert = dag.get_task("alert").python_callable
+    alert({"critical": 0})
+    alert(None)
+    with pytest.raises(RuntimeError, match="2 critical anomalies"):
+        alert({"critical": 2})

@@ -17,7 +17,7 @@ from airflow.models import DagBag
 from pyspark.sql import SparkSession
 
 from airflow_provider_queen.resources import dags_folder, spark_app
-from airflow_provider_queen.spark import ConnectionInfo, archive, jobs, retention
+from airflow_provider_queen.spark import ConnectionInfo, archive, folders, jobs, retention
 from airflow_provider_queen.spark.archive import Archive, ArchivedFile, ArchiveError
 from airflow_provider_queen.spark.ranges import Range
 from tests.spark.apps import BOTH_SERVERS, load_app, summary_of
@@ -56,6 +56,7 @@ def messages(database: psycopg.Connection[Any]) -> set[Any]:
 def archived(location: Path) -> list[Any]:
     """What the manifests name, one entry per message; a message named twice would be there twice."""
     files = [file for manifest in Archive(str(location)).manifests() for file in manifest.files]
+    assert len(files) == len({file.path for file in files})
     columns = ["queue_name", "lane_id", "seq", "transaction_id", "payload"]
     rows: list[Any] = []
     for file in files:
@@ -95,11 +96,12 @@ def test_archived_verified_deleted(
 
 
 def test_without_an_archive_only_the_database_works(
-    app: ModuleType, aged: psycopg.Connection[Any], capsys: pytest.CaptureFixture[str]
+    app: ModuleType, aged: psycopg.Connection[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert app.main(["--dry-run"]) == 0
+    assert app.main(["--dry-run", "--archive", str(tmp_path / "archive")]) == 0
     assert summary_of(capsys)["deletable"] == 1500
     assert len(messages(aged)) == 1577
+    assert not (tmp_path / "archive").exists()
     assert app.main([]) == 0
     assert summary_of(capsys)["deleted"] == 1500
     assert len(messages(aged)) == 77
@@ -135,13 +137,16 @@ def kill_after(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 STAGES = [
-    ("the first file is open", archive, "to_batch", kill_after),
+    ("nothing is written yet", archive.Archive, "prepare", kill_after),
+    ("leftovers are removed", archive.Archive, "remove_leftovers", kill_after),
+    ("the first file is open", archive._Files, "append", kill_after),
     ("files are written", archive._Files, "close", kill_after),
     ("the first piece is written", archive.Archive, "write", kill_after),
     ("all pieces are written", retention, "verify_portion", kill_before),
     ("all is verified", archive.Archive, "commit", kill_before),
     ("half of the manifest is written", archive.Manifest, "to_json", kill_after),
-    ("the manifest has no name yet", archive, "_to_disk", kill_after),
+    ("a file is on disk", archive, "to_disk", kill_after),
+    ("the manifest has no name yet", folders, "to_disk", kill_after),
     ("the manifest is committed", archive.Archive, "commit", kill_after),
     ("the first chunk is deleted", jobs, "call", None),
 ]
@@ -159,12 +164,18 @@ def test_killed_and_run_again(
 ) -> None:
     before = messages(aged)
     arguments = ["--archive", str(tmp_path), "--chunk", "400"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, name, kill(getattr(place, name)) if kill else kill_at_delete(2))
-        with pytest.raises(Killed):
-            app.main(arguments)
-    # Whatever the database has lost is in the archive already.
-    assert before - messages(aged) <= set(archived(tmp_path))
+    for attempt in ("the run", "the one that finds what it left"):
+        died = False
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(place, name, kill(getattr(place, name)) if kill else kill_at_delete(2))
+            try:
+                app.main(arguments)
+            except Killed:
+                died = True
+        # The second does not come to the stage any more where the first had all in the archive.
+        assert died or attempt != "the run"
+        # Whatever the database has lost is in the archive already.
+        assert before - messages(aged) <= set(archived(tmp_path))
     assert app.main(arguments) == 0
     rows = archived(tmp_path)
     assert len(rows) == len(set(rows)) == 1500
@@ -317,8 +328,8 @@ def test_odd_names_are_folders_too() -> None:
     ("arguments", "sentence"),
     [
         (["--chunk", "0"], "a number of messages from 1"),
-        (["--archive", "nowhere://x/y"], "no archive can be kept at 'nowhere://x/y'"),
-        (["--archive", "/dev/null/x"], "no archive can be kept at '/dev/null/x'"),
+        (["--archive", "nowhere://x/y"], "no files can be kept at 'nowhere://x/y'"),
+        (["--archive", "/dev/null/x"], "no files can be kept at '/dev/null/x'"),
         (["--queue-name", "ordres"], "there is no queue 'ordres'"),
     ],
 )

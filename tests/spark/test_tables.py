@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -15,8 +15,15 @@ from airflow_provider_queen.client import Keyring
 from airflow_provider_queen.exceptions import InvalidOptionError
 from airflow_provider_queen.spark import ConnectionInfo, Keys, QueenDataSource, register
 from airflow_provider_queen.spark.ranges import Range, size
-from airflow_provider_queen.spark.readers import Bounds, DeliveriesReader, MessagesReader, Slice
-from airflow_provider_queen.spark.schemas import CONSUMERS, DEAD_LETTERS, DELIVERIES, MESSAGES
+from airflow_provider_queen.spark.readers import (
+    READERS,
+    Bounds,
+    DeadLettersReader,
+    DeliveriesReader,
+    MessagesReader,
+    Slice,
+)
+from airflow_provider_queen.spark.schemas import CONSUMERS, DEAD_LETTERS, DELIVERIES, MESSAGES, TABLES
 from tests.spark.apps import BOTH_SERVERS
 
 T0 = datetime(2026, 3, 1, 12, 0, 0, 1, tzinfo=UTC)
@@ -53,6 +60,7 @@ def test_bounds_of_filters() -> None:
     filters: list[Filter] = [
         EqualTo(("queue_name",), "orders"),
         EqualTo(("partition_name",), "a"),
+        EqualTo(("consumer_group",), "g"),
         GreaterThan(("created_at",), moment),
         LessThanOrEqual(("created_at",), moment),
         LessThan(("ended_at",), moment),
@@ -62,7 +70,7 @@ def test_bounds_of_filters() -> None:
     for condition in filters:
         bounds = bounds.narrowed(condition, "created_at")
     after = moment.replace(microsecond=1)
-    assert bounds == Bounds("orders", "a", after, after)
+    assert bounds == Bounds("orders", "a", "g", after, after)
     assert Bounds("mails").narrowed(filters[0], "created_at") == Bounds("mails")
 
 
@@ -87,6 +95,35 @@ def test_bounds_limit_what_is_planned(queen_dsn: str, deliver: psycopg.Connectio
     deliveries = DeliveriesReader(ConnectionInfo(queen_dsn), DELIVERIES, None, 1)
     (part,) = planned(deliveries, GreaterThan(("ended_at",), noon))
     assert tuple(part.ranges[0]) == bounds
+
+
+@pytest.mark.parametrize("table", ["deliveries", "dead_letters", "consumers"])
+def test_names_in_filters_are_looked_for_by_the_database(
+    queen_dsn: str, rejected: psycopg.Connection[Any], table: str
+) -> None:
+    rejected.execute("SELECT queen.pop('orders', 'a', 'other', 1, auto_ack => TRUE)")
+
+    def rows(**names: str) -> int:
+        reader = READERS[table](ConnectionInfo(queen_dsn), TABLES[table], None, 1)
+        reader.pushFilters([EqualTo((column,), name) for column, name in names.items()])
+        return sum(batch.num_rows for part in reader.partitions() for batch in reader.read(part))
+
+    of_g = rows(consumer_group="g")
+    assert of_g > 0
+    assert rows() == of_g + rows(consumer_group="other")
+    assert rows(consumer_group="g", partition_name="a") == 0
+    assert rows(queue_name="mails", partition_name="Default") == of_g
+
+
+@BOTH_SERVERS
+def test_dead_letters_are_read_from_a_moment_on(queen_dsn: str, rejected: psycopg.Connection[Any]) -> None:
+    rejected.execute(
+        "UPDATE queen.dead_letter_queue SET failed_at = failed_at - interval '1 hour' WHERE seq = 1"
+    )
+    reader = DeadLettersReader(ConnectionInfo(queen_dsn), DEAD_LETTERS, None, 1)
+    reader.pushFilters([GreaterThan(("failed_at",), datetime.now(UTC) - timedelta(minutes=30))])
+    (part,) = reader.partitions()
+    assert [batch["seq"].to_pylist() for batch in reader.read(part)] == [[2, 3]]
 
 
 def test_filters_reach_the_database_and_change_no_result(
