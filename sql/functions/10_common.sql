@@ -10,10 +10,11 @@
 --
 -- Functions that look things up carry settings: the search path, so that nobody's objects come in between; no
 -- sequential scans, since a plan may be made while a table is empty and kept when it is not; with that no JIT, which
--- would take the price put on a forbidden scan for a long query. For the same reason they join arrays to tables only by
--- LATERAL (... LIMIT 1) or by = ANY (array), and ask what a table lacks by (SELECT ... LIMIT 1) IS NULL: of a plain join
--- the planner may begin at the table, or walk all of an index, which is cheap while there are ten rows. ORDER BY id + 0
--- stands where rows are found by another index than the primary key, which it would walk to be spared a sort.
+-- would take the price put on a forbidden scan for a long query. For the same reason they join arrays to tables only
+-- by LATERAL (... LIMIT 1) or by = ANY (array), and ask what a table lacks by (SELECT ... LIMIT 1) IS NULL: of a plain
+-- join the planner may begin at the table, or walk all of an index, which is cheap while there are ten rows.
+-- ORDER BY id + 0 stands where rows are found by another index than the primary key, which it would walk to be spared
+-- a sort.
 
 -- A message's id is its address, so none is stored: a UUID of version 8 over (lane, seq).
 CREATE OR REPLACE FUNCTION queen.message_id(lane_id bigint, seq bigint)

@@ -322,14 +322,14 @@ CREATE TYPE queen.popped_message AS (
     lease_expires_at timestamptz,
     consumer_group text
 );
--- What a push answers. One element of lane_ids stands for all messages; without seqs they run on from first_seq; without
--- is_new all are new; transaction_ids are there where the producer left some out.
+-- What a push answers. One element of lane_ids stands for all messages; without seqs they run on from first_seq;
+-- without is_new all are new; transaction_ids are there where the producer left some out.
 CREATE TYPE queen.pushed_batch AS (
-    lane_ids bigint[],
+    lane_ids bigint ARRAY,
     first_seq bigint,
-    seqs bigint[],
-    is_new boolean[],
-    transaction_ids text[]
+    seqs bigint ARRAY,
+    is_new boolean ARRAY,
+    transaction_ids text ARRAY
 );
 CREATE TYPE queen.settlement AS (
     lease_id uuid,

@@ -1,7 +1,8 @@
--- Upgrade from v2, second part: what consumers have done, by v2's rules. For a message and a group the first that holds:
---   1. a row of messages_status: completed, dead_letter and evicted are settled, failed too once its retries are used up
---      (that one becomes a dead letter, or counts as dropped where the queue keeps none); any other status is pending,
---      wherever the cursor is: at worst a message is delivered twice, none is lost
+-- Upgrade from v2, second part: what consumers have done, by v2's rules. For a message and a group the first that
+-- holds:
+--   1. a row of messages_status: completed, dead_letter and evicted are settled, failed too once its retries are used
+--      up (that one becomes a dead letter, or counts as dropped where the queue keeps none); any other status is
+--      pending, wherever the cursor is: at worst a message is delivered twice, none is lost
 --   2. a dead letter is settled
 --   3. what the cursor has passed is settled, in the order (created_at, id)
 --   4. what is older than the group's subscription is not the group's
@@ -130,8 +131,8 @@ AS $$
     LIMIT 1;
 $$;
 
--- Consumers, their states, failures, leases and dead letters, and v2's own count of what is pending: of all partitions, or
--- again of those that changed since.
+-- Consumers, their states, failures, leases and dead letters, and v2's own count of what is pending: of all partitions,
+-- or again of those that changed since.
 CREATE FUNCTION queen_v2.copy_consumers(only_rewound boolean)
 RETURNS void
 LANGUAGE plpgsql

@@ -1,7 +1,7 @@
--- Upgrade from v2, last part, in the migration's transaction: consumers stop, what they did is copied; producers stop, what
--- they wrote since is copied; v2's tables go to the schema queen_v2, the present ones come to queen.
--- Producers wait from the second LOCK until the commit: for what came since the last copy, the count of messages and
--- the functions' creation, some hundred milliseconds and a second per ten million messages.
+-- Upgrade from v2, last part, in the migration's transaction: consumers stop, what they did is copied; producers stop,
+-- what they wrote since is copied; v2's tables go to the schema queen_v2, the present ones come to queen.
+-- Producers wait from the second LOCK until the commit: for what came since the last copy, the count of messages, the
+-- creation of functions and the comparison of depths; a second with 200,000 messages.
 SET LOCAL lock_timeout = '3s';
 LOCK TABLE
 queen.messages_status, queen.partition_cursors, queen.partition_leases, queen.consumer_groups, queen.dead_letter_queue,

@@ -2,18 +2,18 @@
 -- producers and consumers go on with v2. Nothing of v2 is changed but for three triggers on queen.messages.
 --
 -- How nothing is lost that v2's producers write meanwhile:
---   The triggers note each message that is inserted or deleted, in the producer's own transaction. Creating them waits for
---   every transaction that has written to queen.messages before, so the notes are complete from the first copy on.
+--   The triggers note each message that is inserted or deleted, in the producer's own transaction. Creating them waits
+--   for every transaction that has written to queen.messages before, so the notes are complete from the first copy on.
 --   A note is visible when its message is. queen_v2.take_changes takes each note once:
 --     inserted, beyond what is copied      the copy comes to it by itself
 --     inserted, copied already             nothing to do
 --     inserted, before the last one copied its transaction committed late: the partition is rewound to there
 --     deleted, copied                      seqs would have a gap: the partition is rewound to there
---   The last notes are taken under a lock that no producer passes (cutover.sql). Who waits for that lock finds v2's table
---   gone when it gets it, and fails: a producer always learns whether its message is stored.
--- Lock order of the cutover: the consumers' tables, then queen.messages, queen.partitions, queen.queues; a producer takes
--- the latter in the same order. v2's retention goes from messages to messages_status: such a circle PostgreSQL breaks
--- with 40P01, and the runner repeats the cutover with stop.sql before it, which begins with queen.messages.
+--   The last notes are taken under a lock that no producer passes (cutover.sql). Who waits for that lock finds v2's
+--   table gone when it gets it, and fails: a producer always learns whether its message is stored.
+-- Lock order of the cutover: the consumers' tables, then queen.messages, queen.partitions, queen.queues; a producer
+-- takes the latter in the same order. v2's retention goes from messages to messages_status: such a circle PostgreSQL
+-- breaks with 40P01, and the runner repeats the cutover with stop.sql before it, which begins with queen.messages.
 
 CREATE TABLE queen_v2.changes (
     partition_id uuid,
@@ -153,7 +153,8 @@ BEGIN
 END
 $$;
 
--- The next messages of a partition, in v2's order, under the next seqs; then what was written is read back and compared.
+-- The next messages of a partition, in v2's order, under the next seqs; then what was written is read back and
+-- compared.
 CREATE FUNCTION queen_v2.copy_chunk(partition_id uuid, chunk integer)
 RETURNS integer
 LANGUAGE plpgsql
@@ -227,8 +228,8 @@ BEGIN
 END
 $$;
 
--- All that is there, a chunk a transaction; ends when hardly anything came meanwhile. To be called outside a transaction;
--- killed and called again it goes on where it was.
+-- All that is there, a chunk a transaction; ends when hardly anything came meanwhile. To be called outside a
+-- transaction; killed and called again it goes on where it was.
 CREATE PROCEDURE queen_v2.copy(chunk integer)
 LANGUAGE plpgsql
 AS $$

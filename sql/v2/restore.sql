@@ -1,5 +1,6 @@
--- The way back to v2, in the migration's transaction: v2's tables are made anew and filled from the present ones, with what
--- was pushed and consumed meanwhile. Rows that v2 had keep their ids, and their history where v2's tables were kept.
+-- The way back to v2, in the migration's transaction: v2's tables are made anew and filled from the present ones, with
+-- what was pushed and consumed meanwhile. Rows that v2 had keep their ids, and their history where v2's tables were
+-- kept.
 --   priorities     v2 has none: the lanes of a partition become one order, by time
 --   cursor         the last message before the first one that is not settled; what was settled beyond it gets a status
 --   transaction id unique per partition here, everywhere in v2: a repeated one gets the message's id appended
@@ -53,8 +54,8 @@ INNER JOIN queen_v2.partition_map AS m ON m.id = p.id
 INNER JOIN queen_v2.queue_map AS q ON q.id = p.queue_id
 LEFT JOIN queen_v2.partitions AS k ON k.id = m.v2_id;
 
--- v2 orders by (created_at, id). Within a lane that must be the order of seqs, also where a clock stood still: what came
--- after v2's last message comes after it.
+-- v2 orders by (created_at, id). Within a lane that must be the order of seqs, also where a clock stood still: what
+-- came after v2's last message comes after it.
 INSERT INTO queen.messages (id, transaction_id, trace_id, partition_id, payload, created_at, is_encrypted)
 SELECT
     m.v2_id,
@@ -132,8 +133,8 @@ FROM (
 ) AS r
 INNER JOIN queen.messages AS v ON v.partition_id = r.partition_id
 INNER JOIN queen_v2.message_map AS m ON m.v2_id = v.id
-LEFT JOIN queen_v2.readers AS x ON x.lane_id = m.lane_id AND x.consumer_group = r.consumer_group
-WHERE NOT queen_v2.is_settled(x.consumer_id, m.seq)
+LEFT JOIN queen_v2.readers AS y ON y.lane_id = m.lane_id AND y.consumer_group = r.consumer_group
+WHERE NOT queen_v2.is_settled(y.consumer_id, m.seq)
 ORDER BY r.partition_id, r.consumer_group, v.created_at, v.id;
 
 INSERT INTO queen.partition_cursors (
@@ -163,7 +164,8 @@ LEFT JOIN LATERAL (
     LIMIT 1
 ) AS t ON TRUE;
 
--- A status where the cursor does not tell: settled beyond it, failed before, or where v2 had one that says something else.
+-- A status where the cursor does not tell: settled beyond it, failed before, or where v2 had one that says something
+-- else.
 INSERT INTO queen.messages_status (
     message_id, consumer_group, status, worker_id, locked_at, completed_at, failed_at, error_message, retry_count,
     processing_at, created_at
@@ -199,7 +201,8 @@ LEFT JOIN (
 LEFT JOIN (
     SELECT DISTINCT ON (x.message_id, coalesce(x.consumer_group, '__QUEUE_MODE__')) x.*
     FROM queen_v2.messages_status AS x
-    ORDER BY x.message_id, coalesce(x.consumer_group, '__QUEUE_MODE__'), x.status = 'completed' DESC, x.created_at DESC, x.id
+    ORDER BY
+        x.message_id, coalesce(x.consumer_group, '__QUEUE_MODE__'), x.status = 'completed' DESC, x.created_at DESC, x.id
 ) AS k ON k.message_id = m.v2_id AND coalesce(k.consumer_group, '__QUEUE_MODE__') = r.consumer_group
 WHERE
     k.id IS NOT NULL OR e.seq IS NOT NULL
@@ -211,8 +214,8 @@ INSERT INTO queen.partition_leases (
     partition_id, consumer_group, lease_expires_at, message_batch, batch_size, acked_count, created_at
 )
 SELECT
-    r.partition_id, r.consumer_group, max(r.lease_expires_at), jsonb_agg(m.v2_id ORDER BY m.lane_id, m.seq), count(*), 0,
-    min(r.popped_at)
+    r.partition_id, r.consumer_group, max(r.lease_expires_at), jsonb_agg(m.v2_id ORDER BY m.lane_id, m.seq),
+    count(*), 0, min(r.popped_at)
 FROM queen_v2.readers AS r
 INNER JOIN queen_v2.message_map AS m ON m.lane_id = r.lane_id AND r.held @> m.seq
 INNER JOIN queen.messages AS v ON v.id = m.v2_id

@@ -1,5 +1,5 @@
--- Before the upgrade from v2 commits: the queue's own depth beside what v2 said was pending, queue by queue and group by
--- group, with the count and checksum of messages. A difference ends the migration, and v2 is as it was.
+-- Before the upgrade from v2 commits: the queue's own depth beside what v2 said was pending, queue by queue and group
+-- by group, with the count and checksum of messages. A difference ends the migration, and v2 is as it was.
 CREATE TABLE queen_v2.verification (
     queue_name text NOT NULL,
     consumer_group text,
@@ -19,11 +19,12 @@ SELECT
         WHERE known.queue_id = q.id AND known.consumer_group = g.consumer_group
     )
 FROM queen.queues AS q
-CROSS JOIN LATERAL (
-    SELECT coalesce(sum(p.copied), 0)::bigint AS messages, coalesce(sum(p.checksum), 0) AS checksum
-    FROM queen.partitions AS r INNER JOIN queen_v2.partition_map AS p ON p.id = r.id
-    WHERE r.queue_id = q.id
-) AS m
+CROSS JOIN
+    LATERAL (
+        SELECT coalesce(sum(p.copied), 0)::bigint AS messages, coalesce(sum(p.checksum), 0) AS checksum
+        FROM queen.partitions AS r INNER JOIN queen_v2.partition_map AS p ON p.id = r.id
+        WHERE r.queue_id = q.id
+    ) AS m
 LEFT JOIN (
     SELECT k.queue_id, k.consumer_group FROM queen.queue_groups AS k
     UNION
@@ -32,10 +33,11 @@ LEFT JOIN (
 ) AS g ON g.queue_id = q.id
 LEFT JOIN LATERAL (
     -- What producers wrote after v2 was asked is pending for every group that subscribed to that time.
-    SELECT sum(x.pending + (
-        SELECT count(*) FROM queen.message_log AS n
-        WHERE n.lane_id = x.lane_id AND n.seq > x.through_seq AND n.created_at >= s.subscription_timestamp
-    ))::bigint AS pending
+    SELECT
+        sum(x.pending + (
+            SELECT count(*) FROM queen.message_log AS n
+            WHERE n.lane_id = x.lane_id AND n.seq > x.through_seq AND n.created_at >= s.subscription_timestamp
+        ))::bigint AS pending
     FROM queen_v2.expected_pending AS x
     INNER JOIN queen.lanes AS l ON l.id = x.lane_id
     INNER JOIN queen.consumer_groups_metadata AS s ON s.queue_name = q.name AND s.consumer_group = x.consumer_group
