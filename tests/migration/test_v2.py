@@ -132,6 +132,31 @@ def test_v2s_tables_are_dropped_by_a_step_of_their_own(filled: State, sql: Sql, 
     assert difference(filled, v2_state(sql)) == ""
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (
+            "UPDATE queen.messages SET created_at = NULL WHERE transaction_id = 'tx-7'",
+            "1 messages have no created_at",
+        ),
+        (
+            "UPDATE queen.messages SET partition_id = NULL WHERE transaction_id = 'tx-7'",
+            "1 messages belong to no",
+        ),
+        ("UPDATE queen.partitions SET name = '' WHERE name = 'partition-4'", "have an empty name"),
+    ],
+)
+def test_what_could_not_be_taken_over_is_named(
+    filled: State, sql: Sql, postgres_dsn: str, change: str, problem: str
+) -> None:
+    assert schema.preflight(postgres_dsn).running_leases > 0
+    sql.execute(change)  # type: ignore[arg-type]
+    for look in (schema.preflight, schema.migrate):
+        with pytest.raises(QueenError, match=problem):
+            look(postgres_dsn)
+    assert sql.execute("SELECT to_regnamespace('queen_next')").fetchone() == (None,)
+
+
 def test_the_hook_names_the_way_out_of_v2(sql: Sql) -> None:
     with pytest.raises(SchemaVersionError, match="queen_migrate"):
         schema.check(sql)

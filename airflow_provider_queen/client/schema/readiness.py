@@ -8,6 +8,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import namedtuple_row
 
+from airflow_provider_queen.client.schema import v2
 from airflow_provider_queen.client.schema.files import SchemaFiles, statement
 from airflow_provider_queen.client.schema.runner import connect, recorded_state
 from airflow_provider_queen.client.schema.state import V2, require_known
@@ -38,16 +39,19 @@ def preflight(conninfo: str, files: SchemaFiles) -> Preflight:
     with connect(conninfo) as raw:
         raw.autocommit = True  # reading the version of a schema that is not there must not abort the rest
         found = _row(raw, "preflight")
-        if problems := _problems(found, raw.info.user):
-            raise QueenError(f"the schema queen cannot be migrated here: {'; '.join(problems)}")
+        problems = _problems(found, raw.info.user)
         version = recorded_state(raw, files).version
+        running_leases = 0
+        if version == V2:
+            looked = v2.look(raw)
+            problems += looked.problems
+            running_leases = looked.running_leases
+        elif found.has_leases:
+            running_leases = _row(raw, "running_leases").running
+        if problems:
+            raise QueenError(f"the schema queen cannot be migrated here: {'; '.join(problems)}")
         require_known(version, files)
-        return Preflight(
-            version=version,
-            server_version=found.server_version,
-            running_leases=_row(raw, "running_leases").running if found.has_leases else 0,
-            schema_bytes=found.schema_bytes,
-        )
+        return Preflight(version, found.server_version, running_leases, found.schema_bytes)
 
 
 def _problems(found: Any, user: str) -> list[str]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import psycopg
-from psycopg.rows import tuple_row
+from psycopg.rows import namedtuple_row, tuple_row
 
 from airflow_provider_queen.client.schema.files import SchemaFiles, read_sql, statement
 from airflow_provider_queen.client.schema.state import V2
@@ -131,11 +131,37 @@ def script(files: SchemaFiles) -> str:
     return "\n".join(parts) + "\n"
 
 
+class Findings(NamedTuple):
+    """What a look at v2's tables gives."""
+
+    problems: list[str]
+    """Each stands in the way of an upgrade."""
+    running_leases: int
+
+
+def look(raw: psycopg.Connection[Any]) -> Findings:
+    """Whether all of v2's rows can be taken over; nothing is changed."""
+    with raw.cursor(row_factory=namedtuple_row) as cursor:
+        found: Any = cursor.execute(statement("preflight_v2").encode()).fetchone()
+    problems = []
+    if not found.may_create:
+        problems.append(f"role {raw.info.user!r} may not create schemas: GRANT CREATE ON DATABASE to it")
+    if found.without_time:
+        problems.append(f"{found.without_time} messages have no created_at: give them one")
+    if found.without_queue:
+        problems.append(f"{found.without_queue} messages belong to no partition or queue: delete them")
+    if found.without_name:
+        problems.append(f"{found.without_name} queues, partitions or groups have an empty name: rename them")
+    return Findings(problems, found.running)
+
+
 def expand(raw: psycopg.Connection[Any], files: SchemaFiles) -> None:
     """Copy v2's messages to the present tables, beside its producers and consumers.
 
     The connection is in autocommit and keeps the session's lock: a second run waits for the first.
     """
+    if problems := look(raw).problems:
+        raise QueenError(f"the tables of Queen v2 cannot be migrated: {'; '.join(problems)}")
     expansion = Expansion(files)
     begun = _begun_for(raw)
     if begun not in (None, expansion.checksum):
