@@ -85,6 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "tests/e2e/",
         "tests/demo/test_demo.py",
         "tests/spark/",
+        "tests/migration/test_v2.py",
         "tests/dags/",
         "tests/engine/test_model.py",
     )
