@@ -10,6 +10,7 @@ import time
 import uuid
 from argparse import ArgumentParser
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -155,7 +156,7 @@ def test_tail_follows(run: Run, orders: QueenHook, monkeypatch: pytest.MonkeyPat
         fresh = range(10 * len(naps), 10 * len(naps) + 7)
         orders.push("orders", [{"payload": n, "partition": f"old-{n % 4}"} for n in fresh])
 
-    monkeypatch.setattr(commands.time, "sleep", sleep)
+    monkeypatch.setattr(commands, "time", SimpleNamespace(sleep=sleep))  # not that of other threads
     answer = run("tail", "orders", "-n", "1", "--follow", "--interval", "2", "-o", "json")
     assert answer.code == 0
     shown = [json.loads(line)["payload"] for line in answer.out.splitlines()]
@@ -208,7 +209,8 @@ def test_migrate(run: Run, postgres_18: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert QueenHook(queen_conn_id="empty").schema_version() is None
     assert run("migrate", *there, "-o", "json").json["to_version"] == head_version()
     assert "0 files" in run("migrate", *there).out
-    assert run("migrate", "--target=-1", *there, "-o", "json").json["to_version"] is None
+    for below in ("0000_v2", None):
+        assert run("migrate", "--target=-1", *there, "-o", "json").json["to_version"] == below
     postgres_18.drop_database(name)
 
 

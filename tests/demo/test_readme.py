@@ -114,7 +114,8 @@ def test_the_connection_is_one_that_the_hook_takes(monkeypatch: pytest.MonkeyPat
 
 def test_the_tasks_and_parameters_of_the_migration_are_those_of_the_dag() -> None:
     dag = DagBag(str(dags_folder() / "queen_migrate.py")).dags["queen_migrate"]
-    named = re.findall(r"^\| `(\w+)`", MIGRATING, re.MULTILINE)
+    by_the_dag = MIGRATING.partition("## By other means")[0]
+    named = re.findall(r"^\| `(\w+)`", by_the_dag, re.MULTILINE)
     assert named == [*(task.task_id for task in dag.topological_sort()), *dag.params]
 
 
