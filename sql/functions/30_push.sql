@@ -28,7 +28,7 @@ BEGIN
 END
 $$;
 
--- What a push refuses, before it locks anything. One pass over the arrays.
+-- What a push refuses. One pass over the arrays.
 CREATE OR REPLACE FUNCTION queen.check_push(
     queue queen.queues, payloads text[], partitions text[], transaction_ids text[], priorities smallint[]
 )
@@ -63,6 +63,17 @@ BEGIN
         'the payload of message %s has %s bytes; max_message_bytes of queue %L is %s',
         bad.position, octet_length(bad.payload), queue.name, queue.max_message_bytes
     ));
+END
+$$;
+
+-- A transaction id whose bytes are too many, or none: its characters count.
+CREATE OR REPLACE FUNCTION queen.checked_id(transaction_id text)
+RETURNS text
+LANGUAGE plpgsql
+AS $$
+BEGIN
+    PERFORM queen.check_name('transaction id', transaction_id);
+    RETURN transaction_id;
 END
 $$;
 
@@ -304,7 +315,14 @@ BEGIN
                 CASE WHEN queue.encryption_enabled THEN 'takes encrypted payloads only' ELSE 'is not encrypted' END
             );
     END IF;
-    PERFORM queen.check_push(queue, payloads, names, ids, ranks);
+    -- One by one only where something may be wrong, or where there is more than one partition: a pass over a thousand
+    -- messages is a sixth of their push. Ids are looked at on their way into the table.
+    IF
+        spread OR array_position(payloads, NULL) IS NOT NULL OR pg_column_size(payloads) > queue.max_message_bytes
+        OR length(names[1]) NOT BETWEEN 1 AND 255 OR ranks[1] NOT BETWEEN 0 AND 9
+    THEN
+        PERFORM queen.check_push(queue, payloads, names, ids, ranks);
+    END IF;
 
     IF NOT spread THEN
         SELECT ARRAY[l.id] INTO lane_ids
@@ -398,7 +416,7 @@ BEGIN
                 coalesce(u.stamp, pushed_at),
                 coalesce(u.trace_id, one_trace),
                 push_batch.is_encrypted,
-                u.id,
+                CASE WHEN octet_length(u.id) BETWEEN 1 AND 255 THEN u.id ELSE queen.checked_id(u.id) END,
                 u.payload::json,
                 u.requeued_from,
                 u.origin_id,
