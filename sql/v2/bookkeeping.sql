@@ -34,3 +34,25 @@ LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT (lpad(to_hex(lane_id), 12, '0') || '80008' || lpad(to_hex(seq), 15, '0'))::uuid;
 $$;
+
+-- The present tables and types from one schema to another; what records the version stays where it is.
+CREATE OR REPLACE FUNCTION queen_v2.move_tables(from_schema regnamespace, to_schema regnamespace)
+RETURNS void
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    moving record;
+BEGIN
+    FOR moving IN
+        SELECT CASE c.relkind WHEN 'r' THEN 'TABLE' ELSE 'TYPE' END AS kind, c.relname AS name
+        FROM pg_class AS c
+        WHERE
+            c.relnamespace = from_schema AND c.relkind IN ('r', 'c')
+            AND c.relname NOT IN ('alembic_version', 'schema_objects')
+        ORDER BY c.relkind DESC, c.relname
+    LOOP
+        EXECUTE format('ALTER %s %s.%I SET SCHEMA %s', moving.kind, from_schema, moving.name, to_schema);
+    END LOOP;
+END
+$$;

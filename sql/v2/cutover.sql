@@ -143,7 +143,6 @@ DO $$
 DECLARE
     moving regclass;
     routine regprocedure;
-    type_name text;
 BEGIN
     FOREACH moving IN ARRAY ARRAY[
         'queen.messages_status', 'queen.partition_cursors', 'queen.partition_leases', 'queen.consumer_groups',
@@ -163,17 +162,7 @@ BEGIN
         END LOOP;
         EXECUTE format('ALTER TABLE %s SET SCHEMA queen_v2', moving);
     END LOOP;
-    FOR moving IN
-        SELECT c.oid::regclass FROM pg_class AS c
-        WHERE c.relnamespace = 'queen_next'::regnamespace AND c.relkind = 'r'
-    LOOP
-        EXECUTE format('ALTER TABLE %s SET SCHEMA queen', moving);
-    END LOOP;
-    FOR type_name IN
-        SELECT c.relname FROM pg_class AS c WHERE c.relnamespace = 'queen_next'::regnamespace AND c.relkind = 'c'
-    LOOP
-        EXECUTE format('ALTER TYPE queen_next.%I SET SCHEMA queen', type_name);
-    END LOOP;
-    DROP SCHEMA queen_next;
 END
 $$;
+SELECT queen_v2.move_tables('queen_next', 'queen');
+DROP SCHEMA queen_next;

@@ -1,24 +1,8 @@
 -- The way back to v2, first part: nobody works with the present tables any more; they make room for v2's.
+CREATE SCHEMA queen_next;
+SELECT queen_v2.move_tables('queen', 'queen_next');
 DO $$
-DECLARE
-    moving regclass;
-    type_name text;
 BEGIN
-    CREATE SCHEMA queen_next;
-    FOR moving IN
-        SELECT c.oid::regclass FROM pg_class AS c
-        WHERE
-            c.relnamespace = 'queen'::regnamespace AND c.relkind = 'r'
-            AND c.relname NOT IN ('alembic_version', 'schema_objects')
-        ORDER BY c.relname
-    LOOP
-        EXECUTE format('ALTER TABLE %s SET SCHEMA queen_next', moving);
-    END LOOP;
-    FOR type_name IN
-        SELECT c.relname FROM pg_class AS c WHERE c.relnamespace = 'queen'::regnamespace AND c.relkind = 'c'
-    LOOP
-        EXECUTE format('ALTER TYPE queen.%I SET SCHEMA queen_next', type_name);
-    END LOOP;
     -- Where v2's tables were dropped, or never were: empty ones to look things up in.
     IF to_regclass('queen_v2.messages') IS NULL THEN
         CREATE TABLE queen_v2.queues (

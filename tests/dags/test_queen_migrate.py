@@ -124,7 +124,7 @@ class Person(threading.Thread):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("airflow_db", "empty")
-def test_from_v2_with_its_data_and_back(dag: DAG, postgres_dsn: str, tmp_path: Path) -> None:
+def test_from_v2_with_its_data_and_back(dag: DAG, postgres_dsn: str) -> None:
     with psycopg.connect(postgres_dsn, autocommit=True) as sql:
         generate_schema(sql)
         generate(sql, messages=2000)

@@ -20,6 +20,7 @@ from airflow_provider_queen import resources
 from airflow_provider_queen.client import QueenClient, schema
 from airflow_provider_queen.client.schema import v2
 from airflow_provider_queen.exceptions import InvalidOptionError, QueenError, SchemaVersionError
+from tests.client.conftest import eventually
 from tests.migration.generator import generate, generate_schema
 from tests.migration.state import State, difference, present_state, v2_state
 
@@ -346,7 +347,7 @@ def test_producers_that_go_on_lose_nothing(filled: State, sql: Sql, postgres_dsn
     producers = [_Producer(postgres_dsn, number) for number in range(4)]
     for producer in producers:
         producer.start()
-    _wait_until(lambda: all(len(producer.stored) > 50 for producer in producers))
+    eventually(lambda: all(len(producer.stored) > 50 for producer in producers), 60)
     schema.migrate(postgres_dsn)
     for producer in producers:
         producer.join(60)
@@ -381,12 +382,12 @@ def test_a_straggler_cannot_write_where_nobody_reads(filled: State, sql: Sql, po
 
 
 def test_a_reader_that_holds_on_delays_the_cutover_and_nothing_else(
-    filled: State, sql: Sql, postgres_dsn: str, caplog: pytest.LogCaptureFixture
+    filled: State, sql: Sql, postgres_dsn: str
 ) -> None:
     with psycopg.connect(postgres_dsn) as reader, ThreadPoolExecutor(1) as pool:
         reader.execute("SELECT count(*) FROM queen.messages_status")
         migration = pool.submit(schema.migrate, postgres_dsn)
-        _wait_until(lambda: _waits_for_lock(sql))
+        eventually(lambda: _waits_for_lock(sql), 60)
         reader.rollback()
         assert migration.result(60).changed
     assert difference(filled, present_state(sql)) == ""
@@ -397,10 +398,3 @@ def _waits_for_lock(sql: Sql) -> bool:
         "SELECT 1 FROM pg_stat_activity WHERE application_name = 'queen schema' AND wait_event_type = 'Lock'"
     )
     return sql.execute(query).fetchone() is not None
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -98,17 +98,17 @@ def migrate(
         goal = _goal(target, state, files, only)
         if state.version != V2:
             return _migrate(raw, target, files, only)
-        with _session(raw):
-            if goal == V2 and v2.abandon(raw, files):
-                return MigrationReport(V2, V2, [], [], abandoned=True)
-            # Asked again: whoever had the session's lock may have done it all.
-            state = recorded_state(raw, files)
-            if state.version == V2 and goal != V2:
-                v2.stamp(raw)
-            if _expands(state, goal, files):
-                v2.require_two_steps(goal, files)
-                v2.expand(raw, files)
-            return _cut_over(raw, target, files, only)
+        _hold_session(raw)
+        if goal == V2 and v2.abandon(raw, files):
+            return MigrationReport(V2, V2, [], [], abandoned=True)
+        # Asked again: whoever had the session's lock may have done it all.
+        state = recorded_state(raw, files)
+        if state.version == V2 and goal != V2:
+            v2.stamp(raw)
+        if _expands(state, goal, files):
+            v2.require_two_steps(goal, files)
+            v2.expand(raw, files)
+        return _cut_over(raw, target, files, only)
 
 
 def _cut_over(
@@ -304,12 +304,10 @@ def recorded_state(raw: psycopg.Connection[Any], files: SchemaFiles) -> State:
     return state
 
 
-@contextmanager
-def _session(raw: psycopg.Connection[Any]) -> Iterator[None]:
+def _hold_session(raw: psycopg.Connection[Any]) -> None:
     """Autocommit, and the session's lock until the connection ends."""
     raw.autocommit = True
     _execute(raw, "session.sql", statement("session"), TransactionStatus.IDLE)
-    yield
 
 
 @contextmanager
